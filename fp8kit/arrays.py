@@ -1,0 +1,392 @@
+"""Arrays as pointers: what any array becomes at the door, with no copy.
+
+``ArrayView`` is the currency of every room: kernels read and write views, operations pass them on, doors allocate them. A device
+is served by a ``DeviceProvider`` that the device's engine registers, so no other room needs NumPy's or CuPy's allocator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fp8kit import dlpack, formats
+from fp8kit.errors import BackendError, FormatError, ShapeError, expected
+from fp8kit.formats import DType
+
+Shape = tuple[int, ...]
+
+
+class Device(NamedTuple):
+    """A place where arrays live: ``kind`` ("cpu", "cuda", or what a plugin registers) and ``index``."""
+
+    kind: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+CPU = Device("cpu", 0)
+
+
+def device(value: object) -> Device:
+    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1". BackendError for anything else."""
+    if isinstance(value, Device):
+        return value
+    if isinstance(value, str):
+        kind, _, index = value.partition(":")
+        if kind in _LOADERS and (not index or index.isdigit()):
+            return Device(kind, int(index or 0))
+    raise BackendError(expected("device", "value", repr(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
+
+
+class ArrayView:
+    """An n-dimensional array by pointer.
+
+    ``ptr`` is the address of the first element, ``shape`` its extent in elements, ``strides`` in elements (C order when not
+    given), ``dtype`` a ``DType``; FP8 codes are kept as ``uint8``, their format travels beside. ``owner`` is whatever keeps the
+    memory alive. Views are cheap values: reshaping or slicing makes another over the same memory.
+    """
+
+    __slots__ = ("_strides", "device", "dtype", "owner", "ptr", "shape")
+
+    def __init__(
+        self, ptr: int, shape: Shape, dtype: DType, device: Device, owner: object = None, strides: Shape | None = None
+    ) -> None:
+        self.ptr = ptr
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.owner = owner
+        self._strides = strides
+
+    @property
+    def strides(self) -> Shape:
+        """Distance between neighbours along each dimension, in elements."""
+        return contiguous_strides(self.shape) if self._strides is None else self._strides
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        if self._strides is None:
+            return True
+        wanted = contiguous_strides(self.shape)
+        return self.size == 0 or all(
+            n == 1 or s == w for n, s, w in zip(self.shape, self._strides, wanted, strict=True)
+        )
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, gaps not counted."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def reshape(self, *shape: int) -> ArrayView:
+        """The same elements under another shape (one -1 is worked out); ShapeError when not C-contiguous or of another size."""
+        size = self.size
+        if -1 in shape:
+            rest = -math.prod(shape)
+            at = shape.index(-1)
+            shape = (*shape[:at], size // rest if rest else 0, *shape[at + 1 :])
+        if math.prod(shape) != size or not self.contiguous:
+            raise ShapeError(expected("reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})"))
+        return ArrayView(self.ptr, shape, self.dtype, self.device, self.owner)
+
+    def rows(self) -> ArrayView:
+        """The array as a matrix: all leading dimensions flattened into rows, the last one kept."""
+        last = self.shape[-1] if self.shape else 1
+        return self.reshape(self.size // last if last else math.prod(self.shape[:-1]), last)
+
+    def slice(self, dim: int, start: int, length: int) -> ArrayView:
+        """``length`` elements from ``start`` along ``dim``."""
+        if not (0 <= start and 0 <= length and start + length <= self.shape[dim]):
+            raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {self.shape[dim]}"))
+        strides = self.strides
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        kept = None if self._strides is None and dim == 0 else strides
+        return ArrayView(self.ptr + start * strides[dim] * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, kept)
+
+    def transpose(self, *axes: int) -> ArrayView:
+        """The same memory with its dimensions in the order ``axes``."""
+        strides = self.strides
+        return ArrayView(
+            self.ptr, tuple(self.shape[a] for a in axes), self.dtype, self.device, self.owner, tuple(strides[a] for a in axes)
+        )
+
+    def with_strides(self, shape: Shape, strides: Shape, offset: int = 0) -> ArrayView:
+        """Any strided view of the same memory, ``offset`` elements further on. The caller answers for its bounds."""
+        return ArrayView(self.ptr + offset * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, strides)
+
+    def view(self, dtype: DType) -> ArrayView:
+        """The same bytes as another dtype of the same item size."""
+        if dtype.itemsize != self.dtype.itemsize:
+            raise FormatError(expected("view", "dtype", dtype, f"{self.dtype.itemsize} bytes an element"))
+        return ArrayView(self.ptr, self.shape, dtype, self.device, self.owner, self._strides)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The array as NumPy: the same memory on the CPU, a copy from any other device."""
+        if self.device.kind != "cpu":
+            host = empty(self.shape, self.dtype, CPU)
+            copy(host, self if self.contiguous else contiguous(self))
+            return host.numpy()
+        if isinstance(self.owner, np.ndarray):
+            own = self.owner
+            if own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy and self.contiguous:
+                return own
+        itemsize = self.dtype.itemsize
+        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if self.size else 0
+        buffer = (ctypes.c_char * (span * itemsize)).from_address(self.ptr) if span else b""
+        array = np.ndarray(self.shape, self.dtype.numpy, buffer, 0, tuple(s * itemsize for s in self.strides))
+        if span:
+            buffer._fp8kit_owner = self.owner  # type: ignore[union-attr]
+        return array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.device_code(self.device.kind), self.device.index
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None, dl_device: object = None,
+                   copy: bool | None = None) -> object:
+        if stream is not None and stream != -1 and self.device.kind != "cpu":
+            provider(self.device).order_after(stream, self.device)
+        return dlpack.export(self, max_version)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        if self.device.kind != "cuda":
+            raise AttributeError("__cuda_array_interface__: the array is not on a CUDA device")
+        return {
+            "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.ptr, False), "version": 3,
+            "strides": None if self._strides is None else tuple(s * self.dtype.itemsize for s in self._strides),
+            "stream": current_stream(self.device) or 1,
+        }
+
+    def __repr__(self) -> str:
+        return f"ArrayView({self.shape}, {self.dtype.name}, {self.device})"
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """Strides in elements of a C-contiguous array."""
+    strides: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+class DeviceProvider(Protocol):
+    """What the engine of a device provides so that arrays can live there."""
+
+    def count(self) -> int:
+        """Devices of this kind that are usable now; 0 where the driver or a library is missing."""
+
+    def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
+        """Address and owner of ``nbytes`` fresh bytes, 256-byte aligned on accelerators."""
+
+    def current_stream(self, device: Device) -> int:
+        """Handle of the stream that work goes to now."""
+
+    def synchronize(self, device: Device) -> None:
+        """Wait for all work of the current stream."""
+
+    def order_after(self, stream: int, device: Device) -> None:
+        """Make the foreign ``stream`` wait for what the current stream holds (DLPack's producer side)."""
+
+    def fill_zero(self, view: ArrayView, stream: int) -> None:
+        """Write zero bytes over a C-contiguous view."""
+
+    def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
+        """Copy bytes between C-contiguous views, one of them on this device; to the host it waits until they are there."""
+
+    def native(self, view: ArrayView) -> Any:
+        """The view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8 stays uint8."""
+
+
+class _Host:
+    """The CPU's provider: NumPy's allocator, no streams."""
+
+    def count(self) -> int:
+        return 1
+
+    def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
+        owner = np.empty(max(nbytes, 1), np.uint8)
+        return owner.ctypes.data, owner
+
+    def current_stream(self, device: Device) -> int:
+        return 0
+
+    def synchronize(self, device: Device) -> None:
+        return None
+
+    def order_after(self, stream: int, device: Device) -> None:
+        return None
+
+    def fill_zero(self, view: ArrayView, stream: int) -> None:
+        ctypes.memset(view.ptr, 0, view.nbytes)
+
+    def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
+        ctypes.memmove(dst.ptr, src.ptr, src.nbytes)
+
+    def native(self, view: ArrayView) -> Any:
+        return view.numpy()
+
+
+_PROVIDERS: dict[str, DeviceProvider] = {"cpu": _Host()}
+_LOADERS: dict[str, str] = {"cpu": "", "cuda": "fp8kit.backends.cuda.device"}
+
+
+def register_device(kind: str, module: str) -> None:
+    """Say that devices of ``kind`` are served by ``module.provider``, imported when one is first used."""
+    _LOADERS[kind] = module
+
+
+def provider(where: Device) -> DeviceProvider:
+    """The provider of a device, imported at its first use; BackendError when the kind is unknown or its library is missing."""
+    found = _PROVIDERS.get(where.kind)
+    if found is None:
+        if where.kind not in _LOADERS:
+            raise BackendError(expected("device", "kind", repr(where.kind), f"one of {', '.join(_LOADERS)}"))
+        try:
+            found = importlib.import_module(_LOADERS[where.kind]).provider
+        except ImportError as error:
+            raise BackendError(f"device {where}: its engine cannot be loaded ({error}); `fp8kit info` lists what is missing") from error
+        _PROVIDERS[where.kind] = found
+    return found
+
+
+def available(kind: str) -> bool:
+    """Whether a device of this kind is usable now."""
+    try:
+        return provider(Device(kind)).count() > 0
+    except BackendError:
+        return False
+
+
+def current_stream(where: Device) -> int:
+    """Handle of the stream that work for this device goes to now; 0 on the CPU."""
+    return 0 if where.kind == "cpu" else provider(where).current_stream(where)
+
+
+def synchronize(where: Device) -> None:
+    """Wait until the current stream's work on this device is done."""
+    provider(where).synchronize(where)
+
+
+def empty(shape: Shape, dtype: DType, where: Device) -> ArrayView:
+    """A fresh C-contiguous array, its contents undefined. ``shape`` in elements."""
+    ptr, owner = provider(where).alloc(math.prod(shape) * dtype.itemsize, where)
+    return ArrayView(ptr, shape, dtype, where, owner)
+
+
+def zeros(shape: Shape, dtype: DType, where: Device) -> ArrayView:
+    """A fresh C-contiguous array of zeros."""
+    view = empty(shape, dtype, where)
+    zero_(view)
+    return view
+
+
+def zero_(view: ArrayView) -> None:
+    """Write zeros over a C-contiguous view, in stream order."""
+    provider(view.device).fill_zero(view, current_stream(view.device))
+
+
+def copy(dst: ArrayView, src: ArrayView) -> None:
+    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order."""
+    if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
+        raise ShapeError(expected("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}"))
+    where = src.device if src.device.kind != "cpu" else dst.device
+    provider(where).copy(dst, src, current_stream(where))
+
+
+def to(view: ArrayView, where: Device) -> ArrayView:
+    """The view itself where it already lives on ``where``, else a copy there."""
+    if view.device == where:
+        return view
+    moved = empty(view.shape, view.dtype, where)
+    copy(moved, contiguous(view))
+    return moved
+
+
+def contiguous(view: ArrayView) -> ArrayView:
+    """The view itself when it is C-contiguous, else a C-contiguous copy made by the device's own library."""
+    if view.contiguous:
+        return view
+    bits = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}[view.dtype.itemsize]
+    native = provider(view.device).native(view.view(bits))
+    return as_view(native.copy(order="C")).view(view.dtype)
+
+
+def as_view(array: Any) -> ArrayView:
+    """Any array as a view of its own memory, with no copy.
+
+    Takes an ArrayView, whatever has ``__fp8kit_view__``, NumPy (ml_dtypes included), ``__cuda_array_interface__``, or
+    ``__dlpack__`` on a known device. FormatError for anything else, and for a dtype that fp8kit does not have.
+    """
+    if isinstance(array, ArrayView):
+        return array
+    own = getattr(array, "__fp8kit_view__", None)
+    if own is not None:
+        return own()  # type: ignore[no-any-return]
+    if isinstance(array, np.ndarray | np.generic):
+        array = np.asarray(array)
+        kind = formats.dtype(array.dtype)
+        if not array.dtype.isnative or any(s % kind.itemsize for s in array.strides):
+            raise FormatError(expected("as_view", "array", f"dtype {array.dtype.str}, strides {array.strides}", "native byte order, whole-element strides"))
+        strides = None if array.flags.c_contiguous else tuple(s // kind.itemsize for s in array.strides)
+        return ArrayView(array.ctypes.data, array.shape, kind, CPU, array, strides)
+    if type(array).__module__.partition(".")[0] == "cupy":
+        return _from_cuda_interface(array)
+    if hasattr(type(array), "__dlpack__"):
+        return dlpack.import_(array)
+    if hasattr(type(array), "__cuda_array_interface__"):
+        return _from_cuda_interface(array)
+    raise FormatError(expected("as_view", "array", type(array).__name__, "NumPy, CuPy, __dlpack__ or __cuda_array_interface__"))
+
+
+def _from_cuda_interface(array: Any) -> ArrayView:
+    interface = array.__cuda_array_interface__
+    kind = formats.dtype(np.dtype(array.dtype) if hasattr(array, "dtype") else interface["typestr"])
+    strides = interface.get("strides")
+    index = array.device.id if hasattr(getattr(array, "device", None), "id") else 0
+    return ArrayView(
+        interface["data"][0], tuple(interface["shape"]), kind, Device("cuda", index), array,
+        None if strides is None else tuple(s // kind.itemsize for s in strides),
+    )
+
+
+def to_library(view: ArrayView, like: Any) -> Any:
+    """The view as an array of the library that ``like`` belongs to, sharing memory where that library can.
+
+    NumPy for NumPy and plain Python values, CuPy for CuPy, through ``from_dlpack`` for any other library that has it, else
+    the view itself.
+    """
+    library = type(like).__module__.partition(".")[0]
+    if library in ("numpy", "builtins", "cupy"):
+        return provider(view.device).native(view)
+    module = sys.modules.get(library)
+    namespace = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
+    take = getattr(namespace, "from_dlpack", None)
+    return view if take is None or library == "fp8kit" else take(view)
+
+
+def as_sizes(shape: int | Sequence[int]) -> Shape:
+    """A shape argument as a tuple; ShapeError for negative or non-integer entries."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(isinstance(n, int | np.integer) and n >= 0 for n in sizes):
+        raise ShapeError(expected("shape", "shape", shape, "non-negative integers"))
+    return tuple(int(n) for n in sizes)

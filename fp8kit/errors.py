@@ -1,0 +1,40 @@
+"""The errors that fp8kit raises on purpose.
+
+Every message names the operation, the argument, what came and what was expected; ``expected`` builds it so that the
+wording is the same everywhere. Each class is also the built-in kind a caller would guess (ValueError or RuntimeError).
+"""
+
+from __future__ import annotations
+
+
+class Fp8kitError(Exception):
+    """Base of every error that fp8kit raises on purpose."""
+
+
+class ShapeError(Fp8kitError, ValueError):
+    """A shape, stride or size does not fit the operation."""
+
+
+class FormatError(Fp8kitError, ValueError):
+    """A dtype, FP8 format, scaling or rounding mode does not fit the operation."""
+
+
+class RecipeError(Fp8kitError, ValueError):
+    """A recipe has an unknown, contradictory or unsupported field."""
+
+
+class BackendError(Fp8kitError, RuntimeError):
+    """An engine, a device or a library that the call needs is missing or failed."""
+
+
+class CheckpointError(Fp8kitError, RuntimeError):
+    """A checkpoint cannot be read, or does not fit the model it is loaded into."""
+
+
+class AutogradError(Fp8kitError, RuntimeError):
+    """The tape cannot differentiate what it was asked to."""
+
+
+def expected(operation: str, argument: str, got: object, wanted: str) -> str:
+    """The one sentence of a refusal: ``linear: x: got shape (3, 5), expected (tokens, 4)``."""
+    return f"{operation}: {argument}: got {got}, expected {wanted}"

@@ -1,0 +1,198 @@
+"""Number formats: the narrow ones that fp8kit quantises to, and the dtypes that arrays have.
+
+``Format`` describes any ExMy of at most 8 bits and derives its limits; ``DType`` is a row of the table that holds every
+foreign code (NumPy, DLPack, XLA, CUDA, NCCL) of an element type. Sources: OCP 8-bit Floating Point Specification (E4M3, E5M2),
+OCP Microscaling Formats 1.0 (E2M1, E8M0), dlpack.h 1.1, XLA's xla_data.proto, CUDA's library_types.h, NCCL's nccl.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from fp8kit.errors import FormatError, expected
+
+Special = Literal["ieee", "fn", "none"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A narrow floating-point format: sign, ``exponent_bits``, ``mantissa_bits``, at most 8 bits, one code a byte.
+
+    ``special`` says what the top codes mean: "ieee" keeps the whole top exponent for Inf and NaN (E5M2), "fn" only the
+    all-ones code for NaN and has no Inf (E4M3), "none" has neither (E2M1). ``zero=False`` has no zero and no subnormals:
+    exponent field 0 is an ordinary exponent (E8M0). ``bias`` defaults to ``2 ** (exponent_bits - 1) - 1``.
+
+    Raises FormatError for a format that does not fit into 8 bits or has no finite value.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int = -1
+    special: Special = "ieee"
+    signed: bool = True
+    zero: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bias < 0:
+            object.__setattr__(self, "bias", 2 ** (self.exponent_bits - 1) - 1)
+        if self.special not in ("ieee", "fn", "none"):
+            raise FormatError(expected("Format", "special", repr(self.special), '"ieee", "fn" or "none"'))
+        if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 8:
+            got = f"E{self.exponent_bits}M{self.mantissa_bits}, {self.bits} bits"
+            raise FormatError(expected("Format", self.name, got, "at least 1 exponent bit and at most 8 bits"))
+        if self.special == "ieee" and self.exponent_bits < 2:
+            raise FormatError(expected("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"'))
+        if self.special == "ieee" and self.mantissa_bits < 1:
+            raise FormatError(expected("Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'))
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code, the sign included."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def sign_code(self) -> int:
+        """The sign bit's mask, 0 for an unsigned format."""
+        return 1 << (self.bits - 1) if self.signed else 0
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest finite value."""
+        top = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+        if self.special == "ieee":
+            return top - (1 << self.mantissa_bits)
+        return top - 1 if self.special == "fn" else top
+
+    @property
+    def nan_code(self) -> int | None:
+        """Code of the NaN that encoding produces: all ones, positive, as CUDA's conversions give; None where there is none."""
+        return None if self.special == "none" else (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+
+    @property
+    def inf_code(self) -> int | None:
+        """Code of +Inf, None where the format has none."""
+        return self.max_code + 1 if self.special == "ieee" else None
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)
+        if exponent == 0 and self.zero:
+            return mantissa * self.smallest_subnormal
+        return float(2.0 ** (exponent - self.bias) * (1 + mantissa / (1 << self.mantissa_bits)))
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive normal value."""
+        return float(2.0 ** ((1 if self.zero else 0) - self.bias))
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value (the smallest normal one where there are no subnormals)."""
+        if not self.zero or self.mantissa_bits == 0:
+            return self.smallest_normal
+        return float(2.0 ** (1 - self.bias - self.mantissa_bits))
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next larger value: ``2 ** -mantissa_bits``."""
+        return float(2.0**-self.mantissa_bits)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("E4M3", 4, 3, special="fn")
+E5M2 = Format("E5M2", 5, 2)
+E8M0 = Format("E8M0", 8, 0, bias=127, special="fn", signed=False, zero=False)
+E2M1 = Format("E2M1", 2, 1, special="none")
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1)}
+
+
+@dataclass(frozen=True, eq=False)
+class DType:
+    """An element type of arrays. Compared by identity; the instances below are the only ones.
+
+    ``itemsize`` in bytes; ``dlpack`` is (type code, bits); ``xla``, ``cuda`` (cudaDataType) and ``nccl`` are those libraries'
+    codes, -1 where they have none; ``format`` is set for the 8-bit float types.
+    """
+
+    name: str
+    numpy: np.dtype
+    dlpack: tuple[int, int]
+    xla: int = -1
+    cuda: int = -1
+    nccl: int = -1
+    format: Format | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "itemsize", self.numpy.itemsize)
+        object.__setattr__(self, "floating", self.name in ("float64", "float32", "bfloat16", "float16"))
+
+    itemsize = 0
+    floating = False
+
+    def __repr__(self) -> str:
+        return f"fp8kit.{self.name}"
+
+    def __reduce__(self) -> str:
+        return self.name
+
+
+def _row(name: str, kind: object, dlpack: tuple[int, int], xla: int, cuda: int, nccl: int, fmt: Format | None = None) -> DType:
+    return DType(name, np.dtype(kind), dlpack, xla, cuda, nccl, fmt)  # type: ignore[call-overload]
+
+
+#                name               numpy                      dlpack    xla  cuda nccl
+float64 = _row("float64", np.float64, (2, 64), 12, 1, 8)
+float32 = _row("float32", np.float32, (2, 32), 11, 0, 7)
+float16 = _row("float16", np.float16, (2, 16), 10, 2, 6)
+bfloat16 = _row("bfloat16", ml_dtypes.bfloat16, (4, 16), 16, 14, 9)
+int64 = _row("int64", np.int64, (0, 64), 5, 24, 4)
+int32 = _row("int32", np.int32, (0, 32), 4, 10, 2)
+int16 = _row("int16", np.int16, (0, 16), 3, 20, -1)
+int8 = _row("int8", np.int8, (0, 8), 2, 3, 0)
+uint64 = _row("uint64", np.uint64, (1, 64), 9, 26, 5)
+uint32 = _row("uint32", np.uint32, (1, 32), 8, 12, 3)
+uint16 = _row("uint16", np.uint16, (1, 16), 7, 22, -1)
+uint8 = _row("uint8", np.uint8, (1, 8), 6, 8, 1)
+bool_ = _row("bool_", np.bool_, (6, 8), 1, -1, -1)
+float8_e4m3fn = _row("float8_e4m3fn", ml_dtypes.float8_e4m3fn, (10, 8), 20, 28, 10, E4M3)
+float8_e5m2 = _row("float8_e5m2", ml_dtypes.float8_e5m2, (12, 8), 19, 29, 11, E5M2)
+float8_e8m0fnu = _row("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, (14, 8), 33, 30, -1, E8M0)
+float4_e2m1fn = _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, (17, 4), 32, 33, -1, E2M1)
+
+DTYPES = {d.name: d for d in list(globals().values()) if isinstance(d, DType)}
+_BY_NUMPY = {d.numpy: d for d in DTYPES.values()}
+_BY_DLPACK = {d.dlpack: d for d in DTYPES.values()}
+HIGH_PRECISION = (float32, bfloat16, float16)
+
+
+def dtype(value: object) -> DType:
+    """The DType that ``value`` names: a DType, its name, or anything that ``numpy.dtype`` takes. FormatError otherwise."""
+    if isinstance(value, DType):
+        return value
+    if isinstance(value, str) and value in DTYPES:
+        return DTYPES[value]
+    try:
+        return _BY_NUMPY[np.dtype(value)]  # type: ignore[call-overload]
+    except (TypeError, KeyError):
+        raise FormatError(expected("dtype", "value", repr(value), f"one of {', '.join(DTYPES)}")) from None
+
+
+def dtype_from_dlpack(code: int, bits: int) -> DType:
+    """The DType of a DLPack (type code, bits) pair; FormatError where fp8kit has none."""
+    try:
+        return _BY_DLPACK[(code, bits)]
+    except KeyError:
+        raise FormatError(expected("dlpack", "dtype", f"type code {code}, {bits} bits", "a type in fp8kit.formats.DTYPES")) from None
+
+
+def dtype_of_format(fmt: Format) -> DType | None:
+    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format."""
+    return next((d for d in DTYPES.values() if d.format == fmt), None)

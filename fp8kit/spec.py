@@ -1,0 +1,91 @@
+"""What an operation is, said once for every front door.
+
+An ``Operation`` is a differentiable unit. ``infer`` looks at static arguments, shapes and dtypes only, refuses wrong input, and says
+what forward fills and backward needs. ``plan`` decides once what can be decided once. ``forward`` and ``backward`` are pure: they read
+views, write views that the door allocated, and keep nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.formats import DType
+
+Views = Mapping[str, ArrayView | None]
+
+
+class Meta(NamedTuple):
+    """Shape and dtype of an array, no data. ``zero``: the door hands it over zeroed, or pointing at a running maximum (amax)."""
+
+    shape: Shape
+    dtype: DType
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What ``infer`` answers.
+
+    * ``outputs``: what forward fills and returns.
+    * ``saved``: further buffers that forward fills for backward. Independent of the engine.
+    * ``kept``: names of inputs and outputs that backward reads as they are.
+    * ``grads``: what backward fills: by input name, and amaxes of quantised gradients by their own name.
+    * ``passes``: output name -> input name: this output *is* that input (a residual stream going through). The door returns the
+      input itself; its cotangent reaches backward under the output's name.
+    """
+
+    outputs: dict[str, Meta]
+    saved: dict[str, Meta] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    grads: dict[str, Meta] = field(default_factory=dict)
+    passes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided once for one set of static arguments, shapes, device and policy.
+
+    ``kernels`` has every kernel of the contract as an attribute, chosen by the policy of the moment the plan was made.
+    ``scratch`` and ``backward_scratch`` are the temporary buffers that the door hands to forward and backward.
+    ``extra`` holds what the operation itself wants to remember.
+    """
+
+    spec: Any
+    signature: Signature
+    kernels: Any
+    device: Device
+    scratch: dict[str, Meta] = field(default_factory=dict)
+    backward_scratch: dict[str, Meta] = field(default_factory=dict)
+    extra: Any = None
+
+
+class Operation:
+    """Base of operations. ``name`` is unique; ``inputs`` lists every input in order, absent ones are None.
+
+    ``differentiable`` names the inputs that can have a gradient. ``backward_inputs`` names what the door adds at backward time (the
+    gradient's scale, whose value may have changed since forward).
+    """
+
+    name: ClassVar[str]
+    inputs: ClassVar[tuple[str, ...]]
+    differentiable: ClassVar[tuple[str, ...]] = ()
+    backward_inputs: ClassVar[tuple[str, ...]] = ()
+
+    def infer(self, spec: Any, metas: Mapping[str, Meta | None]) -> Signature:
+        """Shapes, dtypes and the saved list; ShapeError or FormatError for wrong input. Touches no data."""
+        raise NotImplementedError
+
+    def plan(self, spec: Any, metas: Mapping[str, Meta | None], device: Device, kernels: Any) -> Plan:
+        """The plan for these shapes on this device."""
+        raise NotImplementedError
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        """Fill ``outputs`` and ``saved``."""
+        raise NotImplementedError
+
+    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+        """Fill ``grads``; an entry of ``grads`` that is None is not wanted. ``kept`` also holds ``backward_inputs``."""
+        raise NotImplementedError

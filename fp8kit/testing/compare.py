@@ -1,0 +1,75 @@
+"""Comparing results with an oracle, and saying where they differ first.
+
+The tolerance is always a formula: one rounding to the stored dtype (``epsilon(dtype) * |reference|``, plus the smallest subnormal)
+and ``slack``, the error that the arithmetic may have made, which the caller derives from the number of terms and their magnitude.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit import formats
+from fp8kit.formats import DType
+
+# distance from 1 to the next value, and the smallest positive value
+_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_TINY = {"float64": 2.0**-1074, "float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
+
+
+def epsilon(dtype: object) -> float:
+    """Distance from 1 to the next larger number of a floating dtype."""
+    return _EPSILON[formats.dtype(dtype).name]
+
+
+def sum_slack(magnitude: Any, terms: int) -> Any:
+    """Bound on the float32 error of a sum of ``terms`` products whose absolute values add up to ``magnitude``.
+
+    ``terms * u * magnitude`` with u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, eq. 3.5), with four
+    further operations for what is done before and after.
+    """
+    return (terms + 4) * 2.0**-24 * magnitude
+
+
+def _first(bad: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)) if bad.shape else ()
+
+
+def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack: Any = 0.0) -> None:
+    """Fail with the first coordinate where ``|got - reference| > epsilon(dtype) * |reference| + smallest(dtype) + slack``.
+
+    ``got``: array; ``reference``: float64 array of the same shape; ``slack``: number or array. NaN and Inf must agree exactly.
+    """
+    kind = formats.dtype(dtype)
+    g = np.asarray(got).astype(np.float64)
+    r = np.asarray(reference, np.float64)
+    assert g.shape == r.shape, f"{what}: shape {g.shape}, expected {r.shape}"
+    finite = np.isfinite(r)
+    with np.errstate(invalid="ignore"):
+        limit = _EPSILON[kind.name] * np.abs(np.where(finite, r, 0)) + _TINY[kind.name] + slack
+        same = np.where(finite, np.abs(g - np.where(finite, r, 0)) <= limit, (g == r) | (np.isnan(g) & np.isnan(r)))
+    if not same.all():
+        at = _first(~same)
+        allowed = np.broadcast_to(limit, r.shape)[at]
+        raise AssertionError(f"{what}: {int((~same).sum())} of {r.size} differ, first at {at}: got {g[at]!r}, expected {r[at]!r} +- {allowed:.3g}")
+
+
+def assert_same_bits(what: str, got: Any, expected: Any) -> None:
+    """Fail with the first coordinate where two arrays of one dtype differ in any bit (NaN payloads count)."""
+    g, e = np.ascontiguousarray(got), np.ascontiguousarray(expected)
+    assert g.shape == e.shape and g.dtype == e.dtype, f"{what}: {g.dtype} {g.shape}, expected {e.dtype} {e.shape}"
+    bits = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[g.dtype.itemsize]
+    differ = g.view(bits) != e.view(bits)
+    if differ.any():
+        at = _first(differ)
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {g.size} differ, first at {at}: "
+            f"got {g[at]!r} ({g.view(bits)[at]:#x}), expected {e[at]!r} ({e.view(bits)[at]:#x})"
+        )
+
+
+def relative_error(got: Any, reference: Any) -> float:
+    """``||got - reference|| / ||reference||`` in float64 (NaN where either has one)."""
+    r = np.asarray(reference, np.float64)
+    return float(np.linalg.norm(np.asarray(got, np.float64) - r) / np.linalg.norm(r))
