@@ -1,3 +1,84 @@
-"""fp8kit: FP8 transformer layers on NumPy and CuPy arrays, and under PyTorch and JAX without a compiled extension."""
+"""fp8kit: FP8 transformer layers on NumPy and CuPy arrays, and under PyTorch and JAX without a compiled extension.
+
+Names are loaded when they are first used: ``import fp8kit`` initialises no GPU and imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fp8kit import autograd, nn, optim, recipe
+    from fp8kit.arrays import ArrayView, Device, synchronize
+    from fp8kit.autocast import autocast
+    from fp8kit.autograd import Function, Tensor, no_grad, tensor
+    from fp8kit.backends.dispatch import deterministic, use_backend
+    from fp8kit.checkpoint import load, save
+    from fp8kit.errors import AutogradError, BackendError, CheckpointError, FormatError, Fp8kitError, RecipeError, ShapeError
+    from fp8kit.float8 import Float8Tensor, quantize
+    from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format, bfloat16, float16, float32, int32, int64, uint8
+    from fp8kit.nn.random import manual_seed
+
+# public name -> module that holds it ("" for a submodule of that name)
+_PUBLIC = {
+    "autograd": "",
+    "nn": "",
+    "optim": "",
+    "recipe": "",
+    "testing": "",
+    "formats": "",
+    "arrays": "",
+    "ArrayView": "arrays",
+    "Device": "arrays",
+    "synchronize": "arrays",
+    "autocast": "autocast",
+    "Function": "autograd",
+    "Tensor": "autograd",
+    "no_grad": "autograd",
+    "tensor": "autograd",
+    "deterministic": "backends.dispatch",
+    "use_backend": "backends.dispatch",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "Fp8kitError": "errors",
+    "ShapeError": "errors",
+    "FormatError": "errors",
+    "RecipeError": "errors",
+    "BackendError": "errors",
+    "CheckpointError": "errors",
+    "AutogradError": "errors",
+    "Float8Tensor": "float8",
+    "quantize": "float8",
+    "E2M1": "formats",
+    "E4M3": "formats",
+    "E5M2": "formats",
+    "E8M0": "formats",
+    "DType": "formats",
+    "Format": "formats",
+    "bfloat16": "formats",
+    "float16": "formats",
+    "float32": "formats",
+    "int32": "formats",
+    "int64": "formats",
+    "uint8": "formats",
+    "manual_seed": "nn.random",
+}
+
+__all__ = sorted([*_PUBLIC, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'fp8kit' has no attribute {name!r}")
+    found = importlib.import_module(f"fp8kit.{module or name}")
+    value = getattr(found, name) if module else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

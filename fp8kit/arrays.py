@@ -26,7 +26,7 @@ class Device(NamedTuple):
     """A place where arrays live: ``kind`` ("cpu", "cuda", or what a plugin registers) and ``index``."""
 
     kind: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
@@ -114,7 +114,7 @@ class ArrayView:
 
     def slice(self, dim: int, start: int, length: int) -> ArrayView:
         """``length`` elements from ``start`` along ``dim``."""
-        if not (0 <= start and 0 <= length and start + length <= self.shape[dim]):
+        if min(start, length) < 0 or start + length > self.shape[dim]:
             raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {self.shape[dim]}"))
         strides = self.strides
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
@@ -148,22 +148,18 @@ class ArrayView:
             own = self.owner
             if own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy and self.contiguous:
                 return own
-        itemsize = self.dtype.itemsize
-        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if self.size else 0
-        buffer = (ctypes.c_char * (span * itemsize)).from_address(self.ptr) if span else b""
-        array = np.ndarray(self.shape, self.dtype.numpy, buffer, 0, tuple(s * itemsize for s in self.strides))
-        if span:
-            buffer._fp8kit_owner = self.owner  # type: ignore[union-attr]
-        return array
+        return dlpack.array_at(self.ptr, self.shape, self.strides, self.dtype.numpy, self.owner)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return dlpack.device_code(self.device.kind), self.device.index
 
-    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None, dl_device: object = None,
-                   copy: bool | None = None) -> object:
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None,
+                   dl_device: tuple[int, int] | None = None, copy: bool | None = None) -> object:
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(expected("__dlpack__", "dl_device", dl_device, f"{self.__dlpack_device__()}: it is not moved"))
         if stream is not None and stream != -1 and self.device.kind != "cpu":
             provider(self.device).order_after(stream, self.device)
-        return dlpack.export(self, max_version)
+        return dlpack.export(_duplicate(self) if copy else self, max_version)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -313,6 +309,12 @@ def copy(dst: ArrayView, src: ArrayView) -> None:
     provider(where).copy(dst, src, current_stream(where))
 
 
+def _duplicate(view: ArrayView) -> ArrayView:
+    fresh = empty(view.shape, view.dtype, view.device)
+    copy(fresh, contiguous(view))
+    return fresh
+
+
 def to(view: ArrayView, where: Device) -> ArrayView:
     """The view itself where it already lives on ``where``, else a copy there."""
     if view.device == where:
@@ -346,7 +348,8 @@ def as_view(array: Any) -> ArrayView:
         array = np.asarray(array)
         kind = formats.dtype(array.dtype)
         if not array.dtype.isnative or any(s % kind.itemsize for s in array.strides):
-            raise FormatError(expected("as_view", "array", f"dtype {array.dtype.str}, strides {array.strides}", "native byte order, whole-element strides"))
+            got = f"dtype {array.dtype.str}, strides {array.strides}"
+            raise FormatError(expected("as_view", "array", got, "native byte order, whole-element strides"))
         strides = None if array.flags.c_contiguous else tuple(s // kind.itemsize for s in array.strides)
         return ArrayView(array.ctypes.data, array.shape, kind, CPU, array, strides)
     if type(array).__module__.partition(".")[0] == "cupy":

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType
 
 Views = Mapping[str, ArrayView | None]
+Metas = Mapping[str, "Meta | None"]
 
 
 class Meta(NamedTuple):
@@ -35,6 +36,7 @@ class Signature:
     * ``grads``: what backward fills: by input name, and amaxes of quantised gradients by their own name.
     * ``passes``: output name -> input name: this output *is* that input (a residual stream going through). The door returns the
       input itself; its cotangent reaches backward under the output's name.
+    * ``grad_passes``: input name -> output name: that output's cotangent *is* the input's gradient; backward does not fill it.
     """
 
     outputs: dict[str, Meta]
@@ -42,6 +44,7 @@ class Signature:
     kept: tuple[str, ...] = ()
     grads: dict[str, Meta] = field(default_factory=dict)
     passes: dict[str, str] = field(default_factory=dict)
+    grad_passes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,30 +59,26 @@ class Plan:
     spec: Any
     signature: Signature
     kernels: Any
-    device: Device
     scratch: dict[str, Meta] = field(default_factory=dict)
     backward_scratch: dict[str, Meta] = field(default_factory=dict)
     extra: Any = None
 
 
 class Operation:
-    """Base of operations. ``name`` is unique; ``inputs`` lists every input in order, absent ones are None.
+    """Base of operations: a stateless object, one instance per operation.
 
-    ``differentiable`` names the inputs that can have a gradient. ``backward_inputs`` names what the door adds at backward time (the
-    gradient's scale, whose value may have changed since forward).
+    Faces take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is neither computed nor saved
+    without it. Inputs that are absent are None or left out.
     """
 
     name: ClassVar[str]
-    inputs: ClassVar[tuple[str, ...]]
-    differentiable: ClassVar[tuple[str, ...]] = ()
-    backward_inputs: ClassVar[tuple[str, ...]] = ()
 
-    def infer(self, spec: Any, metas: Mapping[str, Meta | None]) -> Signature:
+    def infer(self, spec: Any, metas: Metas, needs: frozenset[str]) -> Signature:
         """Shapes, dtypes and the saved list; ShapeError or FormatError for wrong input. Touches no data."""
         raise NotImplementedError
 
-    def plan(self, spec: Any, metas: Mapping[str, Meta | None], device: Device, kernels: Any) -> Plan:
-        """The plan for these shapes on this device."""
+    def plan(self, spec: Any, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        """The plan for these shapes; ``kernels`` comes from ``dispatch.kernels(device)``."""
         raise NotImplementedError
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
@@ -87,5 +86,6 @@ class Operation:
         raise NotImplementedError
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
-        """Fill ``grads``; an entry of ``grads`` that is None is not wanted. ``kept`` also holds ``backward_inputs``."""
+        """Fill ``grads``. ``kept`` also holds what the door adds at backward time: the gradients' scales (``*g_scale``), whose values
+        may have changed since forward. A cotangent that is None is zero."""
         raise NotImplementedError

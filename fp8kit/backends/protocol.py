@@ -49,8 +49,9 @@ class Cast:
 
     __slots__ = ("amax", "format", "q", "q_t", "scale", "scale_inv")
 
-    def __init__(self, format: Format, q: ArrayView | None, q_t: ArrayView | None, scale: ArrayView, scale_inv: ArrayView,
-                 amax: ArrayView | None) -> None:
+    def __init__(
+        self, format: Format, q: ArrayView | None, q_t: ArrayView | None, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None
+    ) -> None:
         self.format = format
         self.q = q
         self.q_t = q_t
@@ -81,23 +82,51 @@ class Kernels(Protocol):
         """amax[i, j] = max(amax[i, j], max|x| over tile (i, j)). x: h (M, N). tile: (rows, columns) of a tile; (M, N) is per
         tensor, (1, N) per row. amax: float32, ceil(M / rows) * ceil(N / columns) elements."""
 
-    def scale_from_amax(self, amax: ArrayView, scale: ArrayView, scale_inv: ArrayView, fp8_max: float, power_2: bool,
-                        epsilon: float, value_for_inf: float, stream: int) -> None:
+    def scale_from_amax(
+        self,
+        amax: ArrayView,
+        scale: ArrayView,
+        scale_inv: ArrayView,
+        fp8_max: float,
+        power_2: bool,
+        epsilon: float,
+        value_for_inf: float,
+        stream: int,
+    ) -> None:
         """Current scaling's rule, element by element (Transformer Engine's compute_scale_from_amax). amax, scale, scale_inv: float32 [n].
 
         a = max(amax, epsilon); scale = 1 where a is 0, Inf or NaN, else fp8_max / a (correctly rounded), value_for_inf where that
         is Inf; power_2: the scale's mantissa bits are cleared (rounded down to a power of two). scale_inv = 1 / scale."""
 
-    def update_delayed_(self, scales: Sequence[ArrayView], scale_invs: Sequence[ArrayView], histories: Sequence[ArrayView],
-                        fp8_maxes: Sequence[float], margin: int, most_recent: bool, stream: int) -> None:
+    def update_delayed_(
+        self,
+        scales: Sequence[ArrayView],
+        scale_invs: Sequence[ArrayView],
+        histories: Sequence[ArrayView],
+        fp8_maxes: Sequence[float],
+        margin: int,
+        most_recent: bool,
+        stream: int,
+    ) -> None:
         """Delayed scaling's update of many states at once. scales, scale_invs: float32 [n] each; histories: float32 [H, n].
 
         Per tensor: if history row 0 (the amax since the last update) is 0, nothing changes. Else amax = max over all rows, NaN ignored
         (``most_recent``: row 0); scale = fp8_max * 2**-margin / amax if amax is finite and positive, else unchanged; FLT_MAX if that
         is Inf; scale_inv = 1 / scale; then the rows roll by -1, row 0's amax becomes row H - 1, and row 0 becomes 0."""
 
-    def quantize(self, x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None, format: Format,
-                 tile: tuple[int, int], saturate: bool, rng: ArrayView | None, stream: int) -> None:
+    def quantize(
+        self,
+        x: ArrayView,
+        q: ArrayView,
+        scale: ArrayView,
+        scale_inv: ArrayView,
+        amax: ArrayView | None,
+        format: Format,
+        tile: tuple[int, int],
+        saturate: bool,
+        rng: ArrayView | None,
+        stream: int,
+    ) -> None:
         """q = encode(float32(x) * scale): the plain cast. x: h or float64 (M, N); q: uint8 (M, N); scale, scale_inv and amax: float32,
         one element a tile (see ``amax``); scale is read, scale_inv written. Nearest even, or stochastic where ``rng`` is given: up iff
         word(i) < fraction * 2**32, i = row * N + column. saturate: |v| beyond the largest finite value, and Inf, become it; else
@@ -115,15 +144,36 @@ class Kernels(Protocol):
 
     # --- matrix products ------------------------------------------------------------------------------------------------
 
-    def gemm(self, a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, accumulate: bool,
-             workspace: ArrayView | None, stream: int) -> None:
+    def gemm(
+        self,
+        a: ArrayView,
+        b: ArrayView,
+        out: ArrayView,
+        layout: Layout,
+        bias: ArrayView | None,
+        accumulate: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
         """High-precision product: out = a b^T ("nt": a (M, K), b (N, K)), a b ("nn": (M, K), (K, N)) or a^T b ("tn": (K, M), (K, N)),
         accumulated in float32. a, b: h, the same; out: h, the same dtype or float32, (M, N); bias: a's dtype (N,) or None, added.
         accumulate: added onto out. a, b and out may be strided along rows (last stride 1)."""
 
-    def fp8_gemm(self, a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-                 b_scale_inv: ArrayView, bias: ArrayView | None, accumulate: bool, fast_accumulate: bool,
-                 workspace: ArrayView | None, stream: int) -> None:
+    def fp8_gemm(
+        self,
+        a: ArrayView,
+        b: ArrayView,
+        out: ArrayView,
+        a_format: Format,
+        b_format: Format,
+        a_scale_inv: ArrayView,
+        b_scale_inv: ArrayView,
+        bias: ArrayView | None,
+        accumulate: bool,
+        fast_accumulate: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
         """FP8 product: out = (a b^T) * a_scale_inv * b_scale_inv. a: uint8 (Mp, K), b: uint8 (Np, K), K, Mp, Np multiples of 16;
         out: h (M, N), Mp - 16 < M <= Mp, Np - 16 < N <= Np: rows and columns beyond are not computed into it. scale_inv: float32 [1], or
         [Mp] and [Np] (row scaling, both). bias: out's dtype (N,) or None. fast_accumulate lets the engine accumulate in the tensor cores'
@@ -137,17 +187,42 @@ class Kernels(Protocol):
 
     # --- normalisation --------------------------------------------------------------------------------------------------
 
-    def norm_fwd(self, x: ArrayView, weight: ArrayView, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None,
-                 rstd: ArrayView, amax: ArrayView | None, cast: Cast | None, normalization: Normalization, epsilon: float,
-                 zero_centered_gamma: bool, stream: int) -> None:
+    def norm_fwd(
+        self,
+        x: ArrayView,
+        weight: ArrayView,
+        bias: ArrayView | None,
+        y: ArrayView | None,
+        mean: ArrayView | None,
+        rstd: ArrayView,
+        amax: ArrayView | None,
+        cast: Cast | None,
+        normalization: Normalization,
+        epsilon: float,
+        zero_centered_gamma: bool,
+        stream: int,
+    ) -> None:
         """y = (x - mean) * rstd * g + bias per row (LayerNorm, Ba et al. 2016), or x * rstd * g (RMSNorm, Zhang & Sennrich 2019;
         mean and bias None); g = weight, or 1 + weight with zero_centered_gamma. x, y: h (M, N); weight, bias: h (N,); mean, rstd:
         float32 (M,), written, rstd = 1 / sqrt(var + epsilon). y, cast or both are given. amax: float32[1] or None, max-accumulated with
         max|y| (current scaling; with ``cast`` its own amax is used and this is None)."""
 
-    def norm_bwd(self, dy: ArrayView, x: ArrayView, weight: ArrayView, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
-                 dx: ArrayView, dweight: ArrayView, dbias: ArrayView | None, normalization: Normalization, zero_centered_gamma: bool,
-                 workspace: ArrayView | None, stream: int) -> None:
+    def norm_bwd(
+        self,
+        dy: ArrayView,
+        x: ArrayView,
+        weight: ArrayView,
+        mean: ArrayView | None,
+        rstd: ArrayView,
+        residual: ArrayView | None,
+        dx: ArrayView,
+        dweight: ArrayView,
+        dbias: ArrayView | None,
+        normalization: Normalization,
+        zero_centered_gamma: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
         """Gradients of ``norm_fwd``. residual: h (M, N) or None, added to dx before rounding (a residual stream's fan-in); dx may be the
         same memory as dy or residual. dweight, dbias: h (N,), summed over rows in a fixed order."""
 
@@ -156,24 +231,54 @@ class Kernels(Protocol):
 
     # --- activations, dropout, residuals --------------------------------------------------------------------------------
 
-    def act_fwd(self, x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: ArrayView | None, cast: Cast | None,
-                activation: str, stream: int) -> None:
-        """y = activation(x + bias). "gelu" (tanh form, Hendrycks & Gimpel 2016), "relu", "silu": x (M, F); "swiglu": x (M, 2F), y = silu(first
+    def act_fwd(
+        self,
+        x: ArrayView,
+        bias: ArrayView | None,
+        y: ArrayView | None,
+        amax: ArrayView | None,
+        cast: Cast | None,
+        activation: str,
+        stream: int,
+    ) -> None:
+        """y = activation(x + bias). "gelu" (tanh form, Hendrycks & Gimpel 2016), "relu", "silu": x (M, F); "swiglu": x (M, 2F), y =
+        silu(first
         half) * second half. x, y: h; bias: h, x's columns. y, cast, amax as in ``norm_fwd``."""
 
-    def act_bwd(self, dy: ArrayView, x: ArrayView, bias: ArrayView | None, dx: ArrayView | None, dbias: ArrayView | None,
-                amax: ArrayView | None, cast: Cast | None, activation: str, workspace: ArrayView | None, stream: int) -> None:
+    def act_bwd(
+        self,
+        dy: ArrayView,
+        x: ArrayView,
+        bias: ArrayView | None,
+        dx: ArrayView | None,
+        dbias: ArrayView | None,
+        amax: ArrayView | None,
+        cast: Cast | None,
+        activation: str,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
         """Gradients of ``act_fwd``: dx as x, dbias the column sums of dx (of dx rounded to h). dx, cast, amax as y there."""
 
     def act_bwd_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``act_bwd``'s workspace for an x of (rows, columns)."""
 
-    def dropout_add(self, x: ArrayView, bias: ArrayView | None, residual: ArrayView | None, y: ArrayView, p: float,
-                    rng: ArrayView | None, stream: int) -> None:
-        """y = residual + dropout(x + bias), rounded once. x, residual, y: h (M, N); bias: h (N,). p = 0 needs no rng. y may be x's memory."""
+    def dropout_add(
+        self, x: ArrayView, bias: ArrayView | None, residual: ArrayView | None, y: ArrayView, p: float, rng: ArrayView | None, stream: int
+    ) -> None:
+        """y = residual + dropout(x + bias), rounded once. x, residual, y: h (M, N); bias: h (N,). p = 0 needs no rng. y may be x's
+        memory."""
 
-    def dropout_bwd(self, dy: ArrayView, dx: ArrayView | None, dbias: ArrayView | None, p: float, rng: ArrayView | None,
-                    workspace: ArrayView | None, stream: int) -> None:
+    def dropout_bwd(
+        self,
+        dy: ArrayView,
+        dx: ArrayView | None,
+        dbias: ArrayView | None,
+        p: float,
+        rng: ArrayView | None,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
         """dx = dy * mask / (1 - p) with ``dropout_add``'s mask, and dbias = its column sums. dx is None where only dbias is wanted."""
 
     def column_sum_workspace(self, rows: int, columns: int) -> int:
@@ -181,18 +286,47 @@ class Kernels(Protocol):
 
     # --- attention ------------------------------------------------------------------------------------------------------
 
-    def attention_fwd(self, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, cu_seqlens_q: ArrayView | None,
-                      cu_seqlens_kv: ArrayView | None, rng: ArrayView | None, spec: AttentionSpec, workspace: ArrayView | None,
-                      stream: int) -> None:
+    def attention_fwd(
+        self,
+        q: ArrayView,
+        k: ArrayView,
+        v: ArrayView,
+        o: ArrayView,
+        lse: ArrayView,
+        cu_seqlens_q: ArrayView | None,
+        cu_seqlens_kv: ArrayView | None,
+        rng: ArrayView | None,
+        spec: AttentionSpec,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
         """o = dropout(softmax(mask(softmax_scale * q k^T))) v. q: h (s_q, b, h, d) for sbhd, (b, s_q, h, d) for bshd, k and v with s_kv and
-        h_kv heads (h_kv divides h), o like q; all may be strided, last stride 1. lse: float32 (b, h, s_q), the row's log-sum-exp of the scaled and
+        h_kv heads (h_kv divides h), o like q; all may be strided, last stride 1. lse: float32 (b, h, s_q), the row's log-sum-exp of the
+        scaled and
         masked scores (-Inf for a row that sees nothing, whose o is 0). cu_seqlens: int32 (b + 1,), running sums of each batch's true
         lengths; rows beyond them give o = 0. P's element index for dropout is ((b * heads + h) * s_q + i) * s_kv + j."""
 
-    def attention_bwd(self, do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView,
-                      dk: ArrayView, dv: ArrayView, cu_seqlens_q: ArrayView | None, cu_seqlens_kv: ArrayView | None,
-                      rng: ArrayView | None, spec: AttentionSpec, deterministic: bool, workspace: ArrayView | None, stream: int) -> None:
-        """Gradients of ``attention_fwd`` (Dao et al. 2022, appendix B: P is recomputed from lse). dq, dk, dv like q, k, v, may be strided; every
+    def attention_bwd(
+        self,
+        do: ArrayView,
+        q: ArrayView,
+        k: ArrayView,
+        v: ArrayView,
+        o: ArrayView,
+        lse: ArrayView,
+        dq: ArrayView,
+        dk: ArrayView,
+        dv: ArrayView,
+        cu_seqlens_q: ArrayView | None,
+        cu_seqlens_kv: ArrayView | None,
+        rng: ArrayView | None,
+        spec: AttentionSpec,
+        deterministic: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """Gradients of ``attention_fwd`` (Dao et al. 2022, appendix B: P is recomputed from lse). dq, dk, dv like q, k, v, may be
+        strided; every
         element is written, padding rows as 0."""
 
     def attention_workspace(self, q: tuple[int, ...], kv: tuple[int, ...], dtype: DType, spec: AttentionSpec, backward: bool) -> int:
@@ -201,28 +335,61 @@ class Kernels(Protocol):
     # --- embedding, loss ------------------------------------------------------------------------------------------------
 
     def embedding_fwd(self, ids: ArrayView, table: ArrayView, out: ArrayView, stream: int) -> None:
-        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN); table: h (V, N); out: (M, N)."""
+        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN); table: h (V, N); out: (M,
+        N)."""
 
     def embedding_bwd(self, ids: ArrayView, dout: ArrayView, dtable: ArrayView, stream: int) -> None:
         """dtable[v] = sum of dout[i] over ids[i] == v, in the order of i, in float32; rows that no id names are written as 0."""
 
-    def cross_entropy_fwd(self, logits: ArrayView, targets: ArrayView, loss: ArrayView, lse: ArrayView, total: ArrayView | None,
-                          label_smoothing: float, ignore_index: int, stream: int) -> None:
+    def cross_entropy_fwd(
+        self,
+        logits: ArrayView,
+        targets: ArrayView,
+        loss: ArrayView,
+        lse: ArrayView,
+        total: ArrayView | None,
+        label_smoothing: float,
+        ignore_index: int,
+        stream: int,
+    ) -> None:
         """loss[i] = lse[i] - (1 - s) * logits[i, t] - s * mean(logits[i]), s = label_smoothing, t = targets[i]; 0 where t is ignore_index;
         NaN where t is out of range. logits: h (M, V); targets: int32 or int64 (M,); loss, lse: float32 (M,); total: float32 [2] or None,
         written with (mean loss over the rows not ignored, their number), summed in a fixed order; the mean of no rows is 0."""
 
-    def cross_entropy_bwd(self, logits: ArrayView, targets: ArrayView, lse: ArrayView, dloss: ArrayView, total: ArrayView | None,
-                          dlogits: ArrayView, label_smoothing: float, ignore_index: int, stream: int) -> None:
+    def cross_entropy_bwd(
+        self,
+        logits: ArrayView,
+        targets: ArrayView,
+        lse: ArrayView,
+        dloss: ArrayView,
+        total: ArrayView | None,
+        dlogits: ArrayView,
+        label_smoothing: float,
+        ignore_index: int,
+        stream: int,
+    ) -> None:
         """dlogits = (softmax(logits) - (1 - s) * onehot(t) - s / V) * dloss, 0 in ignored rows. dloss: float32 (M,), or float32 [1] with
         ``total`` given: then divided by total[1] (the mean's gradient). dlogits may be logits' memory."""
 
     # --- many tensors at once -------------------------------------------------------------------------------------------
 
-    def adamw_(self, params: Sequence[ArrayView], grads: Sequence[ArrayView], exp_avgs: Sequence[ArrayView],
-               exp_avg_sqs: Sequence[ArrayView], masters: Sequence[ArrayView | None], lr: float, beta1: float, beta2: float,
-               epsilon: float, weight_decays: Sequence[float], step: int, stream: int) -> None:
-        """AdamW (Loshchilov & Hutter 2019, algorithm 2) on lists of tensors. params, grads: h; exp_avg, exp_avg_sq: float32; master: float32
+    def adamw_(
+        self,
+        params: Sequence[ArrayView],
+        grads: Sequence[ArrayView],
+        exp_avgs: Sequence[ArrayView],
+        exp_avg_sqs: Sequence[ArrayView],
+        masters: Sequence[ArrayView | None],
+        lr: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        weight_decays: Sequence[float],
+        step: int,
+        stream: int,
+    ) -> None:
+        """AdamW (Loshchilov & Hutter 2019, algorithm 2) on lists of tensors. params, grads: h; exp_avg, exp_avg_sq: float32; master:
+        float32
         where the parameter is 16 bits wide, else None: then the update is made on the master and the parameter is its rounding.
         m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w -= lr * (m / (1 - b1^step) / (sqrt(v / (1 - b2^step)) + epsilon) + decay * w)."""
 

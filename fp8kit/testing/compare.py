@@ -52,7 +52,9 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
     if not same.all():
         at = _first(~same)
         allowed = np.broadcast_to(limit, r.shape)[at]
-        raise AssertionError(f"{what}: {int((~same).sum())} of {r.size} differ, first at {at}: got {g[at]!r}, expected {r[at]!r} +- {allowed:.3g}")
+        raise AssertionError(
+            f"{what}: {int((~same).sum())} of {r.size} differ, first at {at}: got {g[at]!r}, expected {r[at]!r} +- {allowed:.3g}"
+        )
 
 
 def assert_same_bits(what: str, got: Any, expected: Any) -> None:

@@ -1,0 +1,90 @@
+"""User-defined functions on the tape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView
+from fp8kit.autograd import tape
+from fp8kit.autograd.tape import Edge, Node
+from fp8kit.autograd.tensors import Tensor, owned
+from fp8kit.errors import AutogradError, ShapeError, expected
+
+
+class Context:
+    """What a Function's forward leaves for its backward: any attributes, and ``saved``, set by ``save``."""
+
+    def __init__(self) -> None:
+        self.saved: tuple[Any, ...] = ()
+
+    def save(self, *values: Any) -> None:
+        """Keep arrays for backward; they come back as ``saved``."""
+        self.saved = values
+
+
+class Function:
+    """A differentiable function of your own: subclass it with ``forward`` and ``backward``, call it with ``apply``.
+
+    ``forward(context, *inputs)`` gets the inputs in their device's library (NumPy or CuPy; what is no Tensor comes as it is) and returns
+    one
+    array or a tuple. ``backward(context, *cotangents)`` gets an array per output and returns one per input (None where there is no
+    gradient), of the input's shape and dtype. A class without ``backward`` raises AutogradError when a gradient is wanted.
+    """
+
+    @staticmethod
+    def forward(context: Context, *inputs: Any) -> Any:
+        """Compute the outputs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward(context: Context, *cotangents: Any) -> Any:
+        """Compute the inputs' gradients."""
+        raise NotImplementedError
+
+    @classmethod
+    def apply(cls, *inputs: Any) -> Any:
+        """Call the function on Tensors and other values; returns a Tensor per output. Raises AutogradError for a missing backward."""
+        context = Context()
+        with tape.no_grad():
+            out = cls.forward(context, *[x.data if isinstance(x, Tensor) else x for x in inputs])
+        several = isinstance(out, tuple)
+        results = [Tensor(arrays.as_view(o)) for o in (out if several else (out,))]
+        tracked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+        if tape.is_grad_enabled() and any(tracked):
+            if cls.backward is Function.backward:
+                raise AutogradError(f"{cls.__name__}: has no backward, but an input requires a gradient")
+            cls._record(context, inputs, tracked, results)
+        return tuple(results) if several else results[0]
+
+    @classmethod
+    def _record(cls, context: Context, inputs: tuple[Any, ...], tracked: list[bool], results: list[Tensor]) -> None:
+        edges = [x.edge() if t else None for x, t in zip(inputs, tracked, strict=True)]
+        metas = [(r.view.shape, r.view.dtype, r.view.device) for r in results]
+
+        def backward(cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
+            filled = [arrays.zeros(*meta) if g is None else g for g, meta in zip(cotangents, metas, strict=True)]
+            with tape.no_grad():
+                grads = cls.backward(context, *[arrays.provider(g.device).native(g) for g in filled])
+            grads = grads if isinstance(grads, tuple) else (grads,)
+            if len(grads) != len(inputs):
+                raise AutogradError(f"{cls.__name__}.backward: got {len(grads)} gradients, expected {len(inputs)}, one per input")
+            out: list[ArrayView | None] = []
+            for i, (x, edge, grad) in enumerate(zip(inputs, edges, grads, strict=True)):
+                if edge is None or grad is None:
+                    out.append(None)
+                    continue
+                view = arrays.as_view(grad)
+                if view.shape != x.shape or view.dtype is not x.dtype:
+                    raise ShapeError(
+                        expected(
+                            f"{cls.__name__}.backward", f"gradient {i}", f"{view.dtype.name} {view.shape}", f"{x.dtype.name} {x.shape}"
+                        )
+                    )
+                out.append(owned(edge, view))
+            return out
+
+        node = Node(cls.__name__, len(results), edges, backward)
+        for index, result in enumerate(results):
+            if result.dtype.floating:
+                result._edge, result.requires_grad = Edge(node, index), True

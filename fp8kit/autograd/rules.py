@@ -1,0 +1,157 @@
+"""Hanging operations on the tape: the native front door's way to call an ``Operation``.
+
+``apply`` finds or makes the plan, allocates what the operation fills, runs it, and records a node whose backward is the operation's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView
+from fp8kit.autograd import tape
+from fp8kit.autograd.tape import Edge, Node
+from fp8kit.autograd.tensors import Tensor, owned
+from fp8kit.backends import dispatch
+from fp8kit.errors import AutogradError, BackendError, expected
+from fp8kit.spec import Meta, Operation, Plan
+
+_PLANS: dict[Any, tuple[Plan, Any]] = {}
+_PLAN_LIMIT = 4096
+_NOTHING: dict[str, Any] = {}
+
+Finish = tuple[Callable[[list[Any]], None], Any]
+
+
+def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | None], needs: tuple[str, ...], kernels: Any) -> Plan:
+    """The plan for these static arguments, shapes, dtypes and wanted gradients under the kernels that the policy chose; made once, then
+    cached.
+
+    ``spec`` is known by identity: modules keep theirs, so that a look-up need not hash it.
+    """
+    key = (operation.name, id(spec), id(kernels), needs, *[None if v is None else (n, v.shape, v.dtype) for n, v in views.items()])
+    found = _PLANS.get(key)
+    if found is None:
+        metas = {name: None if v is None else Meta(v.shape, v.dtype) for name, v in views.items()}
+        plan = operation.plan(spec, metas, frozenset(needs), kernels)
+        if type(operation).backward is Operation.backward and plan.signature.grads:
+            raise AutogradError(f"{operation.name}: has no backward, but {', '.join(plan.signature.grads)} require a gradient")
+        if len(_PLANS) >= _PLAN_LIMIT:
+            _PLANS.clear()
+        found = _PLANS[key] = (plan, kernels)  # the tuple keeps the kernels, and the plan its spec, alive: their ids stay theirs
+    return found[0]
+
+
+def allocate(metas: Mapping[str, Meta], device: arrays.Device, given: Mapping[str, ArrayView] = _NOTHING) -> dict[str, ArrayView]:
+    """A buffer for each meta, zeroed where it asks for that; ``given`` ones are used as they are."""
+    alloc = arrays.provider(device).alloc
+    out = {}
+    for name, meta in metas.items():
+        own = given.get(name)
+        if own is None:
+            size = meta.dtype.itemsize
+            for n in meta.shape:
+                size *= n
+            ptr, owner = alloc(size, device)
+            own = ArrayView(ptr, meta.shape, meta.dtype, device, owner)
+            if meta.zero:
+                arrays.zero_(own)
+        out[name] = own
+    return out
+
+
+def apply(
+    operation: Operation,
+    spec: Any,
+    inputs: Mapping[str, Tensor | ArrayView | None],
+    given: Mapping[str, ArrayView] = _NOTHING,
+    late: Mapping[str, ArrayView] = _NOTHING,
+    finish: Finish | None = None,
+) -> dict[str, Tensor]:
+    """Run an operation on tensors and record it.
+
+    * ``inputs`` by name: Tensors (differentiable where they require a gradient) or views.
+    * ``given``: buffers to use for outputs and backward outputs instead of fresh ones, such as a history's row for an amax.
+    * ``late``: what backward reads beside the kept inputs, with the values it has then (the gradients' scales).
+    * ``finish``: (function, item), called once after a whole backward walk; see ``tape.Node``.
+
+    Returns the outputs by name. Raises what ``infer`` raises, and BackendError when the inputs live on different devices.
+    """
+    views: dict[str, ArrayView | None] = {}
+    needs: list[str] = []
+    recording = tape.is_grad_enabled()
+    device = None
+    for name, value in inputs.items():
+        if value is None:
+            continue
+        if isinstance(value, Tensor):
+            if recording and value.requires_grad:
+                needs.append(name)
+            view = value.view
+        else:
+            view = value
+        if view._strides is not None and not view.contiguous:
+            view = arrays.contiguous(view)
+        views[name] = view
+        if device is None:
+            device = view.device
+        elif view.device != device:
+            raise BackendError(expected(operation.name, name, f"device {view.device}", f"device {device}, where the other inputs are"))
+    assert device is not None
+    wanted = tuple(needs)
+    plan = plan_for(operation, spec, views, wanted, dispatch.kernels(device))
+    signature = plan.signature
+    outputs = allocate(signature.outputs, device, given)
+    saved = allocate(signature.saved, device)
+    stream = arrays.current_stream(device)
+    operation.forward(plan, views, outputs, saved, allocate(plan.scratch, device), stream)
+    results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
+    for name, source in signature.passes.items():
+        results[name] = Tensor(views[source])  # type: ignore[arg-type]
+    if wanted:
+        _record(operation, plan, inputs, views, outputs, saved, results, wanted, device, given, late, finish)
+    return results
+
+
+def _record(
+    operation: Operation,
+    plan: Plan,
+    inputs: Mapping[str, Any],
+    views: dict[str, ArrayView | None],
+    outputs: dict[str, ArrayView],
+    saved: dict[str, ArrayView],
+    results: dict[str, Tensor],
+    wanted: tuple[str, ...],
+    device: arrays.Device,
+    given: Mapping[str, ArrayView],
+    late: Mapping[str, ArrayView],
+    finish: Finish | None,
+) -> None:
+    signature = plan.signature
+    for name in wanted:
+        if name not in signature.grads and name not in signature.grad_passes:
+            raise AutogradError(f"{operation.name}: no gradient rule for its input {name!r}, which requires a gradient")
+    kept: dict[str, ArrayView | None] = {name: views[name] if name in views else outputs.get(name) for name in signature.kept}
+    kept.update(late)
+    names = [
+        name for name, result in results.items() if result.dtype.floating and (name in signature.passes or not signature.outputs[name].zero)
+    ]
+    main = outputs[names[0]]
+    edges = [inputs[name].edge() for name in wanted]
+
+    def backward(cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
+        by_name = {name: g if g is None or g.contiguous else arrays.contiguous(g) for name, g in zip(names, cotangents, strict=True)}
+        if by_name[names[0]] is None:
+            by_name[names[0]] = arrays.zeros(main.shape, main.dtype, device)
+        grads = allocate(signature.grads, device, given)
+        operation.backward(plan, kept, saved, by_name, grads, allocate(plan.backward_scratch, device), arrays.current_stream(device))
+        return [
+            grads[name] if name in grads else owned(edge, by_name[signature.grad_passes[name]])
+            for name, edge in zip(wanted, edges, strict=True)
+        ]
+
+    node = Node(operation.name, len(names), edges, backward, finish)
+    for index, name in enumerate(names):
+        results[name]._edge = Edge(node, index)
+        results[name].requires_grad = True

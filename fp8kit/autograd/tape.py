@@ -1,0 +1,147 @@
+"""The tape: which node made which value, and the walk back. It knows no operation and no array.
+
+A ``Node`` is one step of the forward pass. It holds a function from the cotangents of its outputs to the cotangents of its inputs, and an
+edge per input. ``run`` walks the nodes from the youngest to the oldest, adds up cotangents that meet with the ``add`` it is given,
+and hands those that reach a leaf to the leaf.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fp8kit.errors import AutogradError
+
+_SEQUENCE = itertools.count()
+
+
+class Leaf(Protocol):
+    """The end of an edge: a value that nobody computed."""
+
+    def accumulate(self, cotangent: Any) -> None:
+        """Take a gradient."""
+
+
+class Edge(NamedTuple):
+    """Where a cotangent goes: output ``index`` of a node, or a leaf (then index is 0)."""
+
+    target: Node | Leaf
+    output: int
+
+
+class Node:
+    """One step of the forward pass.
+
+    ``backward(cotangents)``: one entry per output (None is zero), returns one per edge (None is zero). ``edges``: one per input,
+    None where no gradient is wanted. ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the
+    list of
+    the distinct items of all nodes that ran.
+    """
+
+    __slots__ = ("backward", "edges", "finish", "name", "outputs", "sequence")
+
+    def __init__(
+        self,
+        name: str,
+        outputs: int,
+        edges: Sequence[Edge | None],
+        backward: Callable[[list[Any]], Sequence[Any]],
+        finish: tuple[Callable[[list[Any]], None], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.outputs = outputs
+        self.edges = edges
+        self.backward: Callable[[list[Any]], Sequence[Any]] | None = backward
+        self.finish = finish
+        self.sequence = next(_SEQUENCE)
+
+
+def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False) -> None:
+    """Walk back from ``roots``, pairs of an edge and its cotangent. Unless ``retain_graph``, nodes give up what they saved.
+
+    Raises AutogradError when a node was already walked and gave up what it saved.
+    """
+    pending: dict[Node, list[Any]] = {}
+    heap: list[tuple[int, Node]] = []
+    leaves: dict[int, tuple[Leaf, Any]] = {}
+    finishing: dict[Callable[[list[Any]], None], dict[int, Any]] = {}
+
+    def deliver(edge: Edge, cotangent: Any) -> None:
+        target, index = edge
+        if not isinstance(target, Node):
+            known = leaves.get(id(target))
+            leaves[id(target)] = (target, cotangent if known is None else add(known[1], cotangent))
+            return
+        slots = pending.get(target)
+        if slots is None:
+            slots = pending[target] = [None] * target.outputs
+            heapq.heappush(heap, (-target.sequence, target))
+        slots[index] = cotangent if slots[index] is None else add(slots[index], cotangent)
+
+    for edge, cotangent in roots:
+        deliver(edge, cotangent)
+    while heap:
+        _, node = heapq.heappop(heap)
+        backward = node.backward
+        if backward is None:
+            raise AutogradError(f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time")
+        gradients = backward(pending.pop(node))
+        for target, gradient in zip(node.edges, gradients, strict=True):
+            if target is not None and gradient is not None:
+                deliver(target, gradient)
+        if node.finish is not None:
+            function, item = node.finish
+            finishing.setdefault(function, {})[id(item)] = item
+        if not retain_graph:
+            node.backward = None
+    for leaf, gradient in leaves.values():
+        leaf.accumulate(gradient)
+    for function, items in finishing.items():
+        function(list(items.values()))
+
+
+class _Mode(threading.local):
+    enabled = True
+
+
+_MODE = _Mode()
+
+
+def is_grad_enabled() -> bool:
+    """Whether the forward pass is being recorded on this thread."""
+    return _MODE.enabled
+
+
+class set_grad_enabled:
+    """Record the forward pass or not; holds from now on, or until the end of a ``with`` block."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._before = _MODE.enabled
+        _MODE.enabled = bool(enabled)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        _MODE.enabled = self._before
+
+
+class no_grad:
+    """Do not record what is computed inside: ``with no_grad():`` or as a decorator. Nestable, per thread, exception-safe."""
+
+    def __enter__(self) -> None:
+        self._before = _MODE.enabled
+        _MODE.enabled = False
+
+    def __exit__(self, *exc: object) -> None:
+        _MODE.enabled = self._before
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **named: Any) -> Any:
+            with no_grad():
+                return function(*args, **named)
+
+        return wrapped

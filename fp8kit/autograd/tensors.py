@@ -1,0 +1,204 @@
+"""``Tensor``: an array on the tape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit import arrays, formats
+from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.autograd import tape
+from fp8kit.autograd.tape import Edge, Node
+from fp8kit.backends import dispatch
+from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
+from fp8kit.formats import DType
+from fp8kit.ops.dropout_add import AddSpec, add
+
+
+class Tensor:
+    """An array with a place on the tape.
+
+    ``view`` is the array (``ArrayView``); ``requires_grad`` whether a gradient is wanted; ``grad`` the gradient that backward
+    accumulated, an ArrayView of the same shape and dtype, or None. Shares memory with NumPy, CuPy and anything that takes
+    ``__dlpack__``: ``data`` is the device library's own array, ``numpy()`` a host array (a copy from a GPU).
+    """
+
+    __slots__ = ("__weakref__", "_edge", "grad", "requires_grad", "view")
+
+    def __init__(self, view: ArrayView, requires_grad: bool = False) -> None:
+        if requires_grad and not view.dtype.floating:
+            raise FormatError(expected("tensor", "requires_grad", f"True for dtype {view.dtype.name}", "a floating dtype"))
+        self.view = view
+        self.requires_grad = requires_grad
+        self.grad: ArrayView | None = None
+        self._edge: Edge | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Extent in elements."""
+        return self.view.shape
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.view.dtype
+
+    @property
+    def device(self) -> Device:
+        """Where the array lives."""
+        return self.view.device
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether nothing on the tape computed this."""
+        return self._edge is None
+
+    @property
+    def data(self) -> Any:
+        """The array in its device's library (NumPy or CuPy), sharing memory."""
+        return arrays.provider(self.view.device).native(self.view)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The array on the host: the same memory on the CPU, a copy from a GPU."""
+        return self.view.numpy()
+
+    def item(self) -> float:
+        """The only element as a Python number; waits for the device. ShapeError when there are several."""
+        if self.view.size != 1:
+            raise ShapeError(expected("item", "tensor", f"shape {self.shape}", "one element"))
+        return float(self.numpy().reshape(-1)[0])
+
+    def detach(self) -> Tensor:
+        """The same array off the tape."""
+        return Tensor(self.view)
+
+    def edge(self) -> Edge | None:
+        """Where a cotangent of this value goes, None when no gradient is wanted."""
+        if self._edge is not None:
+            return self._edge
+        return Edge(self, 0) if self.requires_grad else None
+
+    def accumulate(self, cotangent: ArrayView) -> None:
+        """Add a gradient to ``grad``: the leaf's side of the tape."""
+        if self.grad is None:
+            self.grad = cotangent if cotangent.contiguous else arrays.contiguous(cotangent)
+        else:
+            self.grad = add_views(self.grad, cotangent)
+
+    def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
+        """Walk back from here; every tensor that requires a gradient gets its ``grad``.
+
+        ``gradient``: any array of this shape and dtype; may be left out for a single element (then 1). Raises AutogradError when nothing
+        here was recorded, ShapeError or FormatError for a gradient that does not fit.
+        """
+        edge = self.edge()
+        if edge is None:
+            raise AutogradError("backward: this tensor was computed without anything that requires a gradient, or under no_grad")
+        if gradient is None:
+            if self.view.size != 1:
+                raise ShapeError(
+                    expected("backward", "gradient", "nothing", f"an array of shape {self.shape}: the tensor has several elements")
+                )
+            gradient = np.ones(self.shape, self.dtype.numpy)
+        view = arrays.as_view(gradient)
+        if view.shape != self.shape:
+            raise ShapeError(expected("backward", "gradient", f"shape {view.shape}", f"shape {self.shape}"))
+        if view.dtype is not self.dtype:
+            raise FormatError(expected("backward", "gradient", view.dtype.name, self.dtype.name))
+        tape.run([(edge, arrays.to(arrays.contiguous(view), self.device))], add_views, retain_graph)
+
+    def reshape(self, *shape: int) -> Tensor:
+        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ."""
+        view = self.view.reshape(*arrays.as_sizes(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        before = self.shape
+        return record("reshape", [self], view, lambda g: [g.reshape(*before)])
+
+    def __add__(self, other: Tensor) -> Tensor:
+        from fp8kit.autograd.rules import apply
+
+        return apply(add, _ADD, {"a": self, "b": other})["y"]
+
+    def __fp8kit_view__(self) -> ArrayView:
+        return self.view
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if self.device.kind != "cpu":
+            raise FormatError(expected("__array__", "tensor", f"device {self.device}", "the CPU; .numpy() copies from a GPU"))
+        return np.asarray(self.numpy(), dtype=dtype) if copy is not True else np.array(self.numpy(), dtype=dtype)
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self.view.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.view.__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return self.view.__cuda_array_interface__
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise ShapeError(expected("len", "tensor", "no dimension", "at least one"))
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __repr__(self) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"fp8kit.Tensor({self.shape}, {self.dtype.name}, {self.device}{grad})"
+
+
+_ADD = AddSpec()
+
+
+def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
+    """a + b in a fresh array: how cotangents that meet are summed."""
+    a, b = arrays.contiguous(a), arrays.contiguous(b)
+    out = arrays.empty(a.shape, a.dtype, a.device)
+    dispatch.kernels(a.device).add(a, b, out, arrays.current_stream(a.device))
+    return out
+
+
+def owned(edge: Edge | None, view: ArrayView | None) -> ArrayView | None:
+    """A cotangent that may be shared, made safe for where it goes: a leaf keeps it as ``grad`` and gets a copy of its own."""
+    if view is None or edge is None or isinstance(edge.target, Node):
+        return view
+    own = arrays.empty(view.shape, view.dtype, view.device)
+    arrays.copy(own, arrays.contiguous(view))
+    return own
+
+
+def record(name: str, inputs: list[Tensor], output: ArrayView, backward: Any) -> Tensor:
+    """A tensor for ``output`` whose node has one edge per input; ``backward(g)`` gives a cotangent per input."""
+    result = Tensor(output)
+    if tape.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        edges = [t.edge() for t in inputs]
+        node = Node(name, 1, edges, lambda cotangents: [owned(e, g) for e, g in zip(edges, backward(cotangents[0]), strict=True)])
+        result._edge = Edge(node, 0)
+        result.requires_grad = True
+    return result
+
+
+def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: Any = None) -> Tensor:
+    """A Tensor over ``array``'s own memory (anything that ``arrays.as_view`` takes, or nested Python numbers).
+
+    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no array.
+    """
+    if isinstance(array, Tensor):
+        array = array.view
+    if isinstance(array, int | float | list | tuple):
+        array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype).numpy)
+        if dtype is None and array.dtype == np.float64:
+            array = array.astype(np.float32)
+        if device is None:
+            device = dispatch.default_device()
+    view = arrays.as_view(array)
+    if dtype is not None and formats.dtype(dtype) is not view.dtype:
+        out = arrays.empty(view.shape, formats.dtype(dtype), view.device)
+        dispatch.kernels(view.device).copy(view, out, arrays.current_stream(view.device))
+        view = out
+    if device is not None:
+        view = arrays.to(view, arrays.device(device))
+    return Tensor(view, requires_grad)

@@ -1,0 +1,75 @@
+"""The contract's attention kernels: cuDNN where it takes the call, else the unfused path.
+
+The choice is a function of the problem and the device alone, made once and kept, so that forward and backward agree without telling each
+other. Both paths save the same log-sum-exp, so one call's two directions may differ in path; not with dropout, where each path has its
+own random stream: there cuDNN must take both directions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends.cuda import cudnn_sdpa, launch, unfused
+from fp8kit.backends.cuda.attention_problem import Problem, problem
+from fp8kit.backends.protocol import AttentionSpec
+from fp8kit.formats import DType
+
+_MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic)
+
+
+@functools.cache
+def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: int) -> str | None:
+    """Why a direction does not run on cuDNN, None where it does."""
+    directions = _MODES if about.dropout else ((backward, deterministic and backward),)
+    for direction in directions:
+        reason = cudnn_sdpa.why_not(about, *direction, device)
+        if reason is not None:
+            other = "" if direction[0] == backward else f", and with dropout {'backward' if direction[0] else 'forward'} must run there too"
+            return reason + other
+    return None
+
+
+def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, cu_seqlens_q: ArrayView | None,
+                  cu_seqlens_kv: ArrayView | None, rng: ArrayView | None, spec: AttentionSpec, workspace: ArrayView | None,
+                  stream: int) -> None:
+    """See ``backends.protocol``. BackendError when a library that the chosen path needs fails."""
+    about = problem(q.shape, k.shape, q.dtype, spec)
+    path = unfused if _why_not_cudnn(about, False, False, q.device.index) else cudnn_sdpa
+    path.forward(about, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_kv, rng if about.dropout else None, workspace, stream)
+
+
+def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView, dk: ArrayView,
+                  dv: ArrayView, cu_seqlens_q: ArrayView | None, cu_seqlens_kv: ArrayView | None, rng: ArrayView | None,
+                  spec: AttentionSpec, deterministic: bool, workspace: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``. The unfused path is always deterministic. BackendError as in ``attention_fwd``."""
+    about = problem(q.shape, k.shape, q.dtype, spec)
+    path = unfused if _why_not_cudnn(about, True, deterministic, q.device.index) else cudnn_sdpa
+    path.backward(
+        about, do, q, k, v, o, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv, rng if about.dropout else None, deterministic, workspace,
+        stream,
+    )
+
+
+def attention_workspace(q: tuple[int, ...], kv: tuple[int, ...], dtype: DType, spec: AttentionSpec, backward: bool) -> int:
+    """See ``backends.protocol``. For the current device; enough for either value of ``deterministic``."""
+    about, device = problem(q, kv, dtype, spec), launch.runtime().getDevice()
+
+    def needed(deterministic: bool) -> int:
+        path = unfused if _why_not_cudnn(about, backward, deterministic, device) else cudnn_sdpa
+        return path.workspace(about, backward, deterministic, device)
+
+    return max(needed(deterministic) for deterministic in ((False, True) if backward else (False,)))
+
+
+def explain(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec) -> list[tuple[str, str]]:
+    """Paths in order of preference, each with "runs" or the reason why it does not, for the current device; the first that runs is taken.
+
+    ``q``, ``kv``: shapes of q and of k and v, 4-dimensional in ``spec.qkv_format``.
+    """
+    about, device = problem(q, kv, dtype, spec), launch.runtime().getDevice()
+    names = ("forward", "backward", "deterministic backward")
+    rows = [
+        (f"{cudnn_sdpa.NAME} {name}", _why_not_cudnn(about, *mode, device) or "runs") for name, mode in zip(names, _MODES, strict=True)
+    ]
+    return [*rows, (unfused.NAME, "runs")]

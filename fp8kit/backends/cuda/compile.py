@@ -1,0 +1,169 @@
+"""Kernel sources to machine code: NVRTC, one cubin a variant, kept on disk.
+
+CuPy's own compile step flushes float32 subnormals (``-ftz=true``), never targets ``sm_90a`` and does not see edited headers; so the
+engine has its own. A cubin's name is the digest of everything that went into it: the source, every header it includes, defines, options,
+architecture and NVRTC's version. It is written to a temporary file and renamed, so processes may compile the same kernel at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8kit import settings
+from fp8kit.errors import BackendError
+from fp8kit.raw_kernels import manifest
+
+# -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not changed by it.
+OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=true", "--ptxas-options=-v")
+_LOWEST = 89
+_SPECIFIC = 90  # from here on the architecture-specific ("a") target is taken
+
+_FUNCTION = re.compile(r"Compiling entry function '(\w+)'")
+_SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one function uses: ``registers`` a thread; ``stack``, ``spill_stores``, ``spill_loads`` and static ``shared`` in bytes."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A cubin on disk: its ``path``, the compiler's ``log`` and the ``resources`` of each function."""
+
+    path: Path
+    log: str
+    resources: dict[str, Resources]
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """NVRTC's target for a compute capability: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 0) -> "sm_120a". BackendError below 8.9."""
+    number = capability[0] * 10 + capability[1]
+    if number < _LOWEST:
+        raise BackendError(f"compile: device: got compute capability {capability[0]}.{capability[1]}, expected at least 8.9 (FP8 conversions)")
+    return f"sm_{number}a" if number >= _SPECIFIC else f"sm_{number}"
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(f"compile: NVRTC cannot be loaded ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
+    return nvrtc
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's (major, minor). BackendError where it is missing."""
+    _, major, minor = _nvrtc().nvrtcVersion()
+    return major, minor
+
+
+def cache_key(name: str, defines: manifest.Defines, arch: str) -> str:
+    """Digest of everything that decides a cubin's contents."""
+    digest = hashlib.sha256()
+    for part in (name, manifest.text(name), *defines, *OPTIONS, arch, *nvrtc_version()):
+        digest.update(repr(part).encode() + b"\0")
+    for header in manifest.headers(name):
+        digest.update(repr((header, manifest.text(header))).encode() + b"\0")
+    return digest.hexdigest()
+
+
+def compile_cubin(name: str, defines: manifest.Defines, arch: str) -> CompiledKernel:
+    """The cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the cache or freshly compiled.
+
+    BackendError where NVRTC is missing, the cache folder cannot be written, or the source does not compile (with NVRTC's whole log).
+    """
+    folder = settings.cache_dir() / "kernels"
+    path = folder / f"{Path(name).stem}-{cache_key(name, defines, arch)[:32]}.cubin"
+    notes = path.with_suffix(".json")
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: compile again
+        if path.stat().st_size:
+            kept = json.loads(notes.read_text(encoding="utf-8"))
+            return CompiledKernel(path, kept["log"], {f: Resources(**r) for f, r in kept["resources"].items()})
+    cubin, log = _compile(name, defines, arch)
+    resources = parse_resources(log)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _publish(notes, json.dumps({"log": log, "resources": {f: asdict(r) for f, r in resources.items()}}).encode())
+        _publish(path, cubin)
+    except OSError as error:
+        raise BackendError(f"compile: {folder}: cannot be written ({error}); set FP8KIT_CACHE_DIR to a writable folder") from error
+    return CompiledKernel(path, log, resources)
+
+
+def parse_resources(log: str) -> dict[str, Resources]:
+    """What ptxas says about each function in a verbose log."""
+    found = {}
+    for part in log.split("Compiling entry function")[1:]:
+        function = _FUNCTION.search("Compiling entry function" + part)
+        spill, used, shared = _SPILL.search(part), _USED.search(part), _SHARED.search(part)
+        if function and spill and used:
+            stack, stores, loads = (int(n) for n in spill.groups())
+            found[function[1]] = Resources(int(used[1]), stack, stores, loads, int(shared[1]) if shared else 0)
+    return found
+
+
+def _compile(name: str, defines: manifest.Defines, arch: str) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+
+    def call(function: str, *arguments: Any) -> Any:
+        status, *values = getattr(nvrtc, function)(*arguments)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise BackendError(f"compile: {name}: {function} failed with {status.name}")
+        return values[0] if values else None
+
+    headers = manifest.headers(name)
+    texts = [manifest.text(header).encode() for header in headers]
+    program = call("nvrtcCreateProgram", manifest.text(name).encode(), name.encode(), len(headers), texts, [h.encode() for h in headers])
+    try:
+        options = [option.encode() for option in (*OPTIONS, f"-arch={arch}", *(f"-D{key}={value}" for key, value in defines))]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = _text(call("nvrtcGetProgramLogSize", program), lambda out: call("nvrtcGetProgramLog", program, out))
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise BackendError(f"compile: {name} with {dict(defines)} for {arch} failed ({status.name}):\n{log}")
+        cubin = b" " * call("nvrtcGetCUBINSize", program)
+        call("nvrtcGetCUBIN", program, cubin)
+        return cubin, log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _text(size: int, fill: Any) -> str:
+    out = b" " * size
+    fill(out)
+    return out.rstrip(b"\0").decode(errors="replace")
+
+
+def _publish(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem + ".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,70 @@
+"""Dropout with bias and residual, and its gradient. The mask is never stored: backward draws the same Philox words again."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.reference import philox
+from fp8kit.backends.reference._numpy import Float32, blocks, column_sum, f32, quiet, result, store
+
+
+class Dropout:
+    """The keep-factors of one operation's dropout: 0, or float32(1 / (1 - p)), by element index (see the protocol's conventions)."""
+
+    def __init__(self, p: float, rng: ArrayView) -> None:
+        self.seed, self.offset = (int(v) for v in rng.numpy())
+        self.threshold = np.uint32(int(p * 2.0**32))
+        self.factor = np.float32(1.0 / (1.0 - p))
+
+    def factors(self, start: int, shape: tuple[int, ...]) -> Float32:
+        """Factors of the elements ``start``, ``start + 1``, ... as a float32 array of ``shape``."""
+        words: NDArray[np.uint32] = np.empty(int(np.prod(shape)), np.uint32)
+        philox.words(self.seed, self.offset, start, words)
+        return np.multiply(words >= self.threshold, self.factor, dtype=np.float32).reshape(shape)
+
+
+def dropout(p: float, rng: ArrayView | None) -> Dropout | None:
+    """The dropout of a call, None where p is 0."""
+    return Dropout(p, rng) if p > 0 and rng is not None else None
+
+
+@quiet
+def dropout_add(x: ArrayView, bias: ArrayView | None, residual: ArrayView | None, y: ArrayView, p: float,
+                rng: ArrayView | None, stream: int) -> None:
+    """``y = residual + dropout(x + bias)``; see ``protocol.Kernels.dropout_add``."""
+    rows, columns = x.shape
+    mask = dropout(p, rng)
+    source, values = f32(x), result(y)
+    shift = None if bias is None else f32(bias)
+    base = None if residual is None else f32(residual)
+    for part in blocks(rows, columns):
+        block = source[part]
+        if shift is not None:
+            block = block + shift
+        if mask is not None:
+            block = block * mask.factors(part.start * columns, block.shape)
+        if base is not None:
+            np.add(base[part], block, out=values[part])
+        elif block.ctypes.data != values[part].ctypes.data:
+            values[part] = block
+    store(y, values)
+
+
+@quiet
+def dropout_bwd(dy: ArrayView, dx: ArrayView | None, dbias: ArrayView | None, p: float, rng: ArrayView | None,
+                workspace: ArrayView | None, stream: int) -> None:
+    """``dx = dy * mask / (1 - p)`` and its column sums; see ``protocol.Kernels.dropout_bwd``."""
+    rows, columns = dy.shape
+    mask = dropout(p, rng)
+    values = f32(dy)
+    if mask is not None:
+        source = values
+        values = np.empty(dy.shape, np.float32) if dx is None else result(dx)
+        for part in blocks(rows, columns):
+            np.multiply(source[part], mask.factors(part.start * columns, source[part].shape), out=values[part])
+    if dx is not None:
+        store(dx, values)
+    if dbias is not None:
+        store(dbias, column_sum(values))

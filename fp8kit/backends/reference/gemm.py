@@ -1,0 +1,80 @@
+"""Matrix products: OpenBLAS in float32 on widened or decoded operands."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from fp8kit import codec, formats
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol import Layout
+from fp8kit.backends.reference._numpy import Array, Float32, f32, quiet, store
+from fp8kit.backends.reference.threads import njit
+from fp8kit.formats import Format
+
+
+@quiet
+def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, accumulate: bool,
+         workspace: ArrayView | None, stream: int) -> None:
+    """High-precision product ``out = a b`` in the layouts nt, nn, tn; see ``protocol.Kernels.gemm``."""
+    left, right = f32(a), f32(b)
+    _product(left.T if layout == "tn" else left, right.T if layout == "nt" else right, out, None, bias, accumulate)
+
+
+@quiet
+def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
+             b_scale_inv: ArrayView, bias: ArrayView | None, accumulate: bool, fast_accumulate: bool,
+             workspace: ArrayView | None, stream: int) -> None:
+    """FP8 product ``out = (a b^T) * a_scale_inv * b_scale_inv``; see ``protocol.Kernels.fp8_gemm``.
+
+    The product of two decoded codes is exact in float32, so the only errors are those of the float32 sum, the two scale factors and the
+    last rounding. ``fast_accumulate`` has no effect: a CPU always accumulates in float32.
+    """
+    rows, columns = out.shape
+    left, right = decoded(a.numpy()[:rows], a_format), decoded(b.numpy()[:columns], b_format)
+    if a_scale_inv.size == 1:
+        scale: Array = a_scale_inv.numpy() * b_scale_inv.numpy()
+    else:
+        scale = np.multiply.outer(a_scale_inv.numpy()[:rows], b_scale_inv.numpy()[:columns])
+    _product(left, right.T, out, scale, bias, accumulate)
+
+
+def gemm_workspace() -> int:
+    """No workspace on the CPU."""
+    return 0
+
+
+def fp8_gemm_workspace(rows: int, columns: int) -> int:
+    """No workspace on the CPU."""
+    return 0
+
+
+def _product(left: Float32, right: Float32, out: ArrayView, scale: Array | None, bias: ArrayView | None, accumulate: bool) -> None:
+    in_place = out.dtype is formats.float32 and not accumulate and out.contiguous
+    product = np.matmul(left, right, out=out.numpy() if in_place else None)
+    if scale is not None:
+        product *= scale
+    if bias is not None:
+        product += f32(bias)
+    if accumulate:
+        product += f32(out)
+    store(out, product)
+
+
+def decoded(codes: Array, format: Format) -> Float32:
+    """The float32 values of a uint8 (rows, columns) matrix of codes."""
+    values = np.empty(codes.shape, np.float32)
+    _look_up(np.ascontiguousarray(codes).reshape(-1), _table(format), values.reshape(-1))
+    return values
+
+
+@functools.cache
+def _table(format: Format) -> Float32:
+    return codec.decode(np.arange(256, dtype=np.uint8), format).astype(np.float32)
+
+
+@njit
+def _look_up(codes: Array, table: Float32, values: Float32) -> None:
+    for i in range(codes.size):
+        values[i] = table[codes[i]]

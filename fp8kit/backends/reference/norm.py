@@ -1,0 +1,134 @@
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019), forward and backward, one fused pass over each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol import Cast, Normalization
+from fp8kit.backends.reference._numpy import Array, Float32, Sink, f32, quiet, result, store
+from fp8kit.backends.reference.threads import njit, prange
+from fp8kit.errors import BackendError, expected
+
+# Rows that one task of the parallel loops takes. Fixed, so that partial sums do not depend on the number of threads.
+_TASK = 64
+# Sums may be re-associated (so that they use SIMD lanes) and products fused; NaN and Inf keep their meaning.
+_SUMS = {"reassoc", "contract", "nsz"}
+_NOTHING = np.empty(0, np.float32)
+_NO_MATRIX = np.empty((0, 0), np.float32)
+
+
+@quiet
+def norm_fwd(x: ArrayView, weight: ArrayView, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None,
+             rstd: ArrayView, amax: ArrayView | None, cast: Cast | None, normalization: Normalization, epsilon: float,
+             zero_centered_gamma: bool, stream: int) -> None:
+    """``y = (x - mean) * rstd * g + bias``, or ``x * rstd * g``; see ``protocol.Kernels.norm_fwd``.
+
+    The variance is the mean of the squared deviations (two passes over a row), not a difference of moments.
+    """
+    centred = _centred(normalization)
+    sink = Sink(y, x.shape, x.dtype)
+    means = mean.numpy() if mean is not None else _NOTHING
+    shift = f32(bias) if bias is not None else _NOTHING
+    if x.size:
+        _forward(f32(x), _gain(weight, zero_centered_gamma), shift, sink.values, means, rstd.numpy(), np.float32(epsilon), centred)
+    sink.finish(amax, cast)
+
+
+@quiet
+def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
+             dx: ArrayView, dweight: ArrayView, dbias: ArrayView | None, normalization: Normalization, zero_centered_gamma: bool,
+             workspace: ArrayView | None, stream: int) -> None:
+    """Gradients of ``norm_fwd``; see ``protocol.Kernels.norm_bwd``.
+
+    With xhat = (x - mean) * rstd and d = dy * g: dx = rstd * (d - mean(d) - xhat * mean(d * xhat)) over each row, without mean(d) for
+    RMSNorm; dweight = sum of dy * xhat, dbias = sum of dy over the rows.
+    """
+    centred = _centred(normalization)
+    rows, columns = x.shape
+    partial = np.zeros((2, -(-rows // _TASK), columns), np.float32)
+    values = result(dx)
+    if x.size:
+        _backward(f32(dy), f32(x), _gain(weight, zero_centered_gamma), mean.numpy() if mean is not None else _NOTHING, rstd.numpy(),
+                  f32(residual) if residual is not None else _NO_MATRIX, values, partial, centred)
+    store(dx, values)
+    store(dweight, np.add.reduce(partial[0], axis=0))
+    if dbias is not None:
+        store(dbias, np.add.reduce(partial[1], axis=0))
+
+
+def norm_bwd_workspace(rows: int, columns: int) -> int:
+    """No workspace on the CPU."""
+    return 0
+
+
+def _centred(normalization: str) -> bool:
+    if normalization not in ("LayerNorm", "RMSNorm"):
+        raise BackendError(expected("norm", "normalization", repr(normalization), '"LayerNorm" or "RMSNorm"'))
+    return normalization == "LayerNorm"
+
+
+def _gain(weight: ArrayView, zero_centered: bool) -> Float32:
+    gain = f32(weight)
+    return gain + np.float32(1) if zero_centered else gain
+
+
+@njit(parallel=True, fastmath=_SUMS)
+def _forward(x: Array, gain: Array, shift: Array, y: Array, means: Array, rstds: Array, epsilon: Any, centred: Any) -> None:
+    rows, columns = x.shape
+    inverse = np.float32(1.0 / columns)
+    for task in prange((rows + _TASK - 1) // _TASK):
+        for i in range(task * _TASK, min(rows, task * _TASK + _TASK)):
+            mean = np.float32(0)
+            if centred:
+                for j in range(columns):
+                    mean += x[i, j]
+                mean *= inverse
+                if means.size:
+                    means[i] = mean
+            square = np.float32(0)
+            for j in range(columns):
+                d = x[i, j] - mean
+                square += d * d
+            rstd = np.float32(1) / np.sqrt(square * inverse + epsilon)
+            rstds[i] = rstd
+            if shift.size:
+                for j in range(columns):
+                    y[i, j] = (x[i, j] - mean) * rstd * gain[j] + shift[j]
+            else:
+                for j in range(columns):
+                    y[i, j] = (x[i, j] - mean) * rstd * gain[j]
+
+
+@njit(parallel=True, fastmath=_SUMS)
+def _backward(dy: Array, x: Array, gain: Array, means: Array, rstds: Array, residual: Array, dx: Array, partial: Array,
+              centred: Any) -> None:
+    rows, columns = x.shape
+    inverse = np.float32(1.0 / columns)
+    for task in prange((rows + _TASK - 1) // _TASK):
+        dweight = partial[0, task]
+        dbias = partial[1, task]
+        for i in range(task * _TASK, min(rows, task * _TASK + _TASK)):
+            mean = means[i] if centred else np.float32(0)
+            rstd = rstds[i]
+            along = np.float32(0)
+            level = np.float32(0)
+            for j in range(columns):
+                xhat = (x[i, j] - mean) * rstd
+                dweight[j] += dy[i, j] * xhat
+                dbias[j] += dy[i, j]
+                d = dy[i, j] * gain[j]
+                along += d * xhat
+                level += d
+            along *= inverse
+            level = level * inverse if centred else np.float32(0)
+            if residual.size:
+                for j in range(columns):
+                    xhat = (x[i, j] - mean) * rstd
+                    dx[i, j] = rstd * (dy[i, j] * gain[j] - level - xhat * along) + residual[i, j]
+            else:
+                for j in range(columns):
+                    xhat = (x[i, j] - mean) * rstd
+                    dx[i, j] = rstd * (dy[i, j] * gain[j] - level - xhat * along)

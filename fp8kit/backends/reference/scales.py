@@ -1,0 +1,101 @@
+"""Amax and scale: the statistics of a cast, per tile, and the rules that turn them into scaling factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8kit import formats
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.reference.threads import njit, prange
+
+Array = np.ndarray[Any, Any]
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INF = np.uint32(0x7F800000)
+
+
+def widened(x: ArrayView) -> Array:
+    """The values of ``x`` as C-contiguous float32: exact for the high-precision dtypes, rounded once for float64."""
+    # By way of integers, so that Numba never sees a read-only array: it would compile each kernel again for that.
+    if x.dtype is formats.float32:
+        return np.ascontiguousarray(x.view(formats.uint32).numpy()).view(np.float32)
+    if x.dtype is formats.bfloat16:
+        return (np.ascontiguousarray(x.view(formats.uint16).numpy()).astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(x.numpy(), np.float32)
+
+
+def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
+    """How many tiles, down and across, cover a matrix; an empty matrix has at least one."""
+    return tuple(max(1, math.ceil(n / max(t, 1))) for n, t in zip(shape, tile, strict=True))  # type: ignore[return-value]
+
+
+@njit(parallel=True)
+def _row_amax(x: Any, columns: Any, out: Any) -> None:
+    """out[i, t]: bits of max|x[i, t * columns : (t + 1) * columns]|, NaN ignored. x: uint32 (M, N), a float32's bits; out: uint32.
+
+    Non-negative floats are ordered as their bits are, and an integer maximum becomes one vector instruction.
+    """
+    for i in prange(x.shape[0]):
+        for t in range(out.shape[1]):
+            most = np.uint32(0)
+            for j in range(t * columns, min((t + 1) * columns, x.shape[1])):
+                a = np.uint32(x[i, j] & _MAGNITUDE)
+                most = max(most, a if a <= _INF else np.uint32(0))
+            out[i, t] = most
+
+
+def accumulate(row_bits: Array, tile_rows: int, amax: ArrayView) -> None:
+    """Max-accumulate the amaxes of rows, uint32 bits (M, T), into the float32 amaxes of tiles of ``tile_rows`` rows."""
+    if not row_bits.size:
+        return
+    found = np.maximum.reduceat(row_bits, np.arange(0, len(row_bits), tile_rows), axis=0).view(np.float32)
+    total = amax.numpy().reshape(found.shape)
+    np.fmax(total, found, out=total)
+
+
+def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
+    """See ``Kernels.amax``."""
+    rows = np.empty((x.shape[0], tiles(x.shape, tile)[1]), np.uint32)  # type: ignore[arg-type]
+    _row_amax(widened(x).view(np.uint32), max(tile[1], 1), rows)
+    accumulate(rows, max(tile[0], 1), amax)
+
+
+def scale_from_amax(amax: ArrayView, scale: ArrayView, scale_inv: ArrayView, fp8_max: float, power_2: bool, epsilon: float,
+                    value_for_inf: float, stream: int) -> None:
+    """See ``Kernels.scale_from_amax``."""
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        # a NaN amax must stay NaN, so no fmax
+        most = np.maximum(amax.numpy(), np.float32(epsilon))
+        found = np.float32(fp8_max) / most
+        found = np.where(np.isinf(found), np.float32(value_for_inf), found)
+        if power_2:
+            found = (found.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+        found = np.where((most > 0) & np.isfinite(most), found, np.float32(1))
+        scale.numpy()[...] = found
+        scale_inv.numpy()[...] = np.float32(1) / found
+
+
+def update_delayed_(scales: Sequence[ArrayView], scale_invs: Sequence[ArrayView], histories: Sequence[ArrayView],
+                    fp8_maxes: Sequence[float], margin: int, most_recent: bool, stream: int) -> None:
+    """See ``Kernels.update_delayed_``."""
+    for scale, scale_inv, history, fp8_max in zip(scales, scale_invs, histories, fp8_maxes, strict=True):
+        _update(scale.numpy(), scale_inv.numpy(), history.numpy(), np.float32(fp8_max * 2.0**-margin), most_recent)
+
+
+def _update(scale: Array, scale_inv: Array, history: Array, scaled_max: Any, most_recent: bool) -> None:
+    moved = history[0] != 0
+    most = history[0] if most_recent else np.fmax.reduce(history, axis=0)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        fresh = np.minimum(scaled_max / most, np.finfo(np.float32).max)
+        usable = moved & np.isfinite(most) & (most > 0)
+        scale[...] = np.where(usable, fresh, scale)
+        scale_inv[...] = np.where(moved, np.float32(1) / scale, scale_inv)
+    rolled = np.roll(history, -1, axis=0)
+    rolled[-1] = history[0]
+    rolled[0] = 0
+    history[...] = np.where(moved, rolled, history)

@@ -1,0 +1,70 @@
+"""Numba for this engine: the threading layer, the compiled-code cache and the one ``njit``.
+
+Numba's default OpenMP layer kills a forked child, and its workqueue layer aborts when several Python threads enter it; TBB does
+neither. The ``tbb`` wheel's library lies where the loader does not look, so it is loaded here by path, before Numba asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import numba
+
+from fp8kit import settings
+from fp8kit.errors import BackendError
+
+_LIBRARY = "libtbb.so.12"
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+prange = numba.prange
+
+
+def _candidates() -> list[str]:
+    """Where TBB may be: the files of the ``tbb`` wheel, the environment's own lib folder, the loader's path."""
+    found: list[str] = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found = [str(Path(str(file.locate())).resolve()) for file in importlib.metadata.files("tbb") or () if file.name == _LIBRARY]
+    return [*found, str(Path(sys.prefix, "lib", _LIBRARY)), _LIBRARY]
+
+
+def _use_tbb() -> None:
+    problems = []
+    for path in _candidates():
+        try:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            problems.append(str(error))
+        else:
+            numba.config.THREADING_LAYER = "tbb"
+            return
+    raise BackendError(f"reference: the TBB library is missing (pip install tbb): {'; '.join(problems)}")
+
+
+def _cache() -> None:
+    """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own."""
+    if "NUMBA_CACHE_DIR" not in os.environ:
+        numba.config.CACHE_DIR = str(settings.cache_dir() / "numba")
+
+
+@overload
+def njit(function: _Kernel, /) -> _Kernel: ...
+@overload
+def njit(**options: Any) -> Callable[[_Kernel], _Kernel]: ...
+def njit(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """``numba.njit`` as every file of this engine uses it: cached on disk, without the GIL, arithmetic as IEEE 754 says (no fast-math).
+
+    Used bare or with Numba's options: ``@njit``, ``@njit(parallel=True)``.
+    """
+    decorate = numba.njit(cache=True, nogil=True, error_model="numpy", **options)
+    return decorate if function is None else decorate(function)
+
+
+_use_tbb()
+_cache()

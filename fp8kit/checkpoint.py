@@ -1,0 +1,150 @@
+"""Checkpoints: safetensors files, written atomically, read strictly, never a pickle.
+
+A file holds the arrays of a ``state_dict`` under their names, in their own dtypes (bfloat16 and float8 included). The FP8 state
+of a module at path ``p`` is plain arrays ``p._extra_state.scaling_fwd.scale`` and so on (see ``fp8kit.nn.Module.state_dict``),
+so that a resumed run continues with the same bits. Format: https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from fp8kit import arrays, formats
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import CheckpointError, expected
+
+HostArray = np.ndarray[Any, Any]
+
+# safetensors' dtype codes; float4 has none there
+_CODES = {
+    "F64": formats.float64, "F32": formats.float32, "F16": formats.float16, "BF16": formats.bfloat16, "I64": formats.int64,
+    "I32": formats.int32, "I16": formats.int16, "I8": formats.int8, "U64": formats.uint64, "U32": formats.uint32, "U16": formats.uint16,
+    "U8": formats.uint8, "BOOL": formats.bool_, "F8_E4M3": formats.float8_e4m3fn, "F8_E5M2": formats.float8_e5m2,
+    "F8_E8M0": formats.float8_e8m0fnu,
+}
+
+
+class Stateful(Protocol):
+    """What ``save`` and ``load`` take beside a dict: a module, an optimiser, or anything with these two."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Arrays by name."""
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take arrays over; refuse all before changing any."""
+
+
+def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a module's, an optimiser's or a dict's arrays to ``path``.
+
+    ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors). ``metadata``: strings kept in
+    the file's header. The file appears whole or not at all: it is written beside, flushed to the disk and renamed. Raises
+    CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
+    """
+    target = Path(path)
+    state = module if isinstance(module, Mapping) else module.state_dict()
+    host = {str(name): _host(str(name), array) for name, array in state.items()}
+    texts = dict(metadata or {})
+    for name, text in texts.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise CheckpointError(expected("save", f"metadata[{name!r}]", repr(text), "a string"))
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(beside, "xb"):  # made here, so that the umask gives the mode
+            pass
+        safetensors.numpy.save_file(host, beside, metadata=texts or None)
+        _flush(beside)
+        os.replace(beside, target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _flush(target.parent)
+
+
+def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], strict: bool = True) -> dict[str, str]:
+    """Read ``path`` into a module, an optimiser or a dict of arrays, in place. Returns the file's metadata.
+
+    Everything is checked before anything changes. ``strict``: names that are missing in the file or unknown to the module are an
+    error; otherwise they are left alone. Raises CheckpointError, naming what is wrong: no such file, not a safetensors file,
+    truncated, missing or unexpected names, another shape or dtype.
+    """
+    state, metadata = read(path)
+    try:
+        if isinstance(module, Mapping):
+            assign({name: arrays.as_view(array) for name, array in module.items()}, state, strict)
+        else:
+            module.load_state_dict(state, strict)
+    except CheckpointError as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+    return metadata
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
+    """The arrays and the metadata of a file, on the host. CheckpointError as ``load``."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(expected("load", "path", os.fspath(path), f"a readable file ({error.strerror})")) from error
+    try:
+        tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"load: path: {os.fspath(path)} is not a whole safetensors file: truncated or foreign ({error})") from error
+    state = {}
+    for name, entry in tensors:
+        if entry["dtype"] not in _CODES:
+            raise CheckpointError(expected("load", name, f"dtype {entry['dtype']}", f"one of {', '.join(_CODES)}"))
+        state[name] = np.frombuffer(entry["data"], _CODES[entry["dtype"]].numpy).reshape(entry["shape"])
+    return state, metadata
+
+
+def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bool) -> dict[str, ArrayView]:
+    """The part of ``state`` that ``wanted`` names, as views. CheckpointError, listing up to 8 faults, where it does not fit."""
+    faults = []
+    if strict:
+        faults += [f"missing: {name}" for name in wanted if name not in state]
+        faults += [f"unexpected: {name}" for name in state if name not in wanted]
+    found = {}
+    for name, target in wanted.items():
+        if name not in state:
+            continue
+        view = arrays.as_view(state[name])
+        if view.shape != target.shape or view.dtype is not target.dtype:
+            faults.append(f"{name}: got {view.dtype.name} {view.shape}, expected {target.dtype.name} {target.shape}")
+        found[name] = view
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise CheckpointError(f"load: {'; '.join(faults[:8])}{more}")
+    return found
+
+
+def assign(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bool) -> None:
+    """``check``, then copy the values over, across devices where need be."""
+    for name, view in check(wanted, state, strict).items():
+        arrays.copy(wanted[name], arrays.contiguous(view))
+
+
+def _host(name: str, array: Any) -> HostArray:
+    view = arrays.as_view(array)
+    if view.dtype not in _CODES.values():
+        raise CheckpointError(expected("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has"))
+    return np.ascontiguousarray(view.numpy()).reshape(view.shape)
+
+
+def _flush(path: Path) -> None:
+    """Make a file's bytes, or a folder's entries, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

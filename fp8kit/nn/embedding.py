@@ -1,0 +1,73 @@
+"""``Embedding``, ``Dropout``, and the loss: ``cross_entropy``."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from fp8kit.autograd import Tensor, apply
+from fp8kit.errors import ShapeError, expected
+from fp8kit.nn import random
+from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
+from fp8kit.nn.random import Init, normal_init
+from fp8kit.ops import cross_entropy as loss_op
+from fp8kit.ops.dropout_add import DropoutAddSpec, dropout_add
+from fp8kit.ops.embedding import EmbeddingSpec, embedding
+
+
+class Embedding(Module):
+    """y[...] = weight[ids[...]]. Parameter ``weight`` (num_embeddings, embedding_dim), normal(0, 0.023) unless ``init_method`` fills it."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, init_method: Init | None = None, params_dtype: Any = None,
+                 device: Any = None) -> None:
+        positive("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        dtype, where = resolve("Embedding", params_dtype, device)
+        self.weight = make_parameter((num_embeddings, embedding_dim), init_method or normal_init(), dtype, where)
+        self._spec = EmbeddingSpec(num_embeddings, embedding_dim, dtype)
+
+    def forward(self, ids: Any) -> Tensor:
+        """``ids``: int32 or int64 of any shape, in [0, num_embeddings); an id out of range gives NaN. Returns (*ids.shape, embedding_dim)."""
+        return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight})["y"]
+
+
+class Dropout(Module):
+    """While training, an element is dropped with probability ``p`` and the others are divided by 1 - p; else the identity.
+
+    Drawn with Philox4x32-10 from the device's state (``fk.manual_seed``).
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self._p = DropoutAddSpec(1, float(p)).p
+
+    def forward(self, inp: Any) -> Tensor:
+        """``inp``: h (..., N). Returns the same shape and dtype."""
+        x = as_tensor("Dropout", "inp", inp)
+        if not self.training or self._p == 0:
+            return x
+        if not x.shape:
+            raise ShapeError(expected("Dropout", "inp", "no dimension", "at least one"))
+        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x, "rng": random.next_rng(x.device)})["y"]
+
+
+@lru_cache(maxsize=1024)
+def dropout_spec(features: int, p: float, bias_grad: bool) -> DropoutAddSpec:
+    """The same object for the same arguments: plans are found by a spec's identity."""
+    return DropoutAddSpec(features, p, bias_grad)
+
+
+@lru_cache(maxsize=1024)
+def _loss_spec(classes: int, reduction: str, label_smoothing: float, ignore_index: int) -> loss_op.CrossEntropySpec:
+    return loss_op.CrossEntropySpec(classes, reduction, label_smoothing, ignore_index)
+
+
+def cross_entropy(logits: Any, targets: Any, reduction: str = "mean", label_smoothing: float = 0.0, ignore_index: int = -100) -> Tensor:
+    """Softmax cross entropy in nats, in float32.
+
+    ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that are not ``ignore_index``, shape
+    (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into every class. Raises ShapeError or FormatError.
+    """
+    x = as_tensor("cross_entropy", "logits", logits)
+    if not x.shape:
+        raise ShapeError(expected("cross_entropy", "logits", "no dimension", "(..., classes)"))
+    spec = _loss_spec(x.shape[-1], reduction, float(label_smoothing), ignore_index)
+    return apply(loss_op.cross_entropy, spec, {"logits": x, "targets": as_tensor("cross_entropy", "targets", targets)})["loss"]

@@ -1,0 +1,232 @@
+"""``Fp8Module``: what the layers with weights share. It reads the autocast, holds scales and histories, and caches FP8 weights.
+
+A layer is one operation. In high precision the operation runs alone. In FP8 with delayed scaling it also gets views of the layer's
+state: scales to read, row 0 of the histories to accumulate amaxes into. The states are updated when the outermost autocast ends
+(forward) and when the backward pass ends (backward), all layers of a recipe in one kernel call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fp8kit import arrays, autocast
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad
+from fp8kit.backends import dispatch
+from fp8kit.errors import CheckpointError, Fp8kitError, expected
+from fp8kit.formats import float32
+from fp8kit.nn.module import Module, Parameter
+from fp8kit.nn.scaling import BACKWARD_SLOTS, FIELDS, FORWARD_SLOTS, ScalingState, update
+from fp8kit.ops.linear import LinearSpec, weight_cast
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.recipe import Recipe
+from fp8kit.spec import Operation
+
+Inputs = dict[str, Tensor | ArrayView | None]
+_NONE: dict[str, ArrayView] = {}
+
+
+class _Ticket(NamedTuple):
+    """A backward state to be updated by a recipe when the backward pass ends."""
+
+    recipe: Recipe
+    state: ScalingState
+
+
+class _Wiring(NamedTuple):
+    """How a layer's state hangs on its operation under one recipe."""
+
+    recipe: Recipe
+    scales: dict[str, ArrayView]  # inputs
+    given: dict[str, ArrayView]  # amax outputs: row 0 of the histories
+    late: dict[str, ArrayView]  # the gradients' scales, read at backward time
+    finish: tuple[Callable[[list[Any]], None], _Ticket]
+
+
+class _WeightCache(NamedTuple):
+    """FP8 weights kept across the micro-batches of a step, and what they were cast by."""
+
+    fp8: Fp8
+    arrays: dict[str, ArrayView]
+
+
+def commit_backward(tickets: list[_Ticket]) -> None:
+    """Update the backward states of a backward pass that has ended, grouped by recipe."""
+    groups: dict[Recipe, list[ScalingState]] = {}
+    for recipe, state in tickets:
+        groups.setdefault(recipe, []).append(state)
+    for recipe, states in groups.items():
+        update(recipe, states, recipe.backward_format.max)
+
+
+class Fp8Module(Module):
+    """Base of layers whose GEMMs run in FP8 under ``autocast``.
+
+    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed scaling. Forward slots per GEMM:
+    input, weight, output; backward: grad_output, grad_input. A subclass names its GEMMs in ``gemms`` (prefixes of the operation's
+    names), its operation, and gives ``make_product`` and ``make_spec``.
+    """
+
+    gemms: tuple[str, ...] = ("",)
+    operation: Operation
+
+    def __init__(self) -> None:
+        self.fp8_meta: dict[str, ScalingState] = {}
+        self._specs: dict[Any, Any] = {}
+        self._wiring: _Wiring | None = None
+        self._weights: _WeightCache | None = None
+
+    # --- what a subclass gives ----------------------------------------------------------------------------------------
+
+    def make_product(self, gemm: int, fp8: Fp8 | None, cached: bool, bias: str) -> ProductSpec:
+        """The product of GEMM ``gemm``; ``bias`` "add", "none" or "deferred" for the layer's last GEMM."""
+        raise NotImplementedError
+
+    def make_spec(self, products: list[ProductSpec], **options: Any) -> Any:
+        """The operation's spec."""
+        raise NotImplementedError
+
+    def weight_inputs(self) -> dict[str, Parameter]:
+        """The weights by their name in the operation."""
+        raise NotImplementedError
+
+    def calibrate(self, inputs: Inputs, outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
+        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass."""
+        raise NotImplementedError
+
+    calibration_options: dict[str, Any] = {}  # noqa: RUF012  further options of ``make_spec`` while calibrating
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any) -> dict[str, Tensor]:
+        """The layer's operation on ``inputs`` (weights included), as the autocast says. ``options`` go to ``make_spec``."""
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+            raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
+        state = autocast.current()
+        if state is None or not (state.enabled or state.calibrating):
+            return apply(self.operation, self._spec(None, False, bias, options), inputs)
+        recipe, training = state.recipe, is_grad_enabled()
+        fp8 = fp8_from_recipe(recipe)
+        if not state.enabled:
+            return self._run_calibrating(inputs, recipe, training, bias, options)
+        given, late, finish = _NONE, _NONE, None
+        scales: dict[str, ArrayView] = _NONE
+        record = training or state.calibrating
+        if recipe.delayed():
+            wiring = self._wire(recipe)
+            scales = wiring.scales
+            if record:  # inference leaves no trace in the history
+                given, late, finish = wiring.given, wiring.late, wiring.finish
+                autocast.touch_forward(self.fp8_meta["scaling_fwd"], wiring.recipe, training)
+        if is_first_microbatch is not None:
+            inputs = inputs | self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
+        spec = self._spec(fp8, is_first_microbatch is not None, bias, options)
+        return apply(self.operation, spec, {**inputs, **scales}, given, late, finish)
+
+    def _run_calibrating(self, inputs: Inputs, recipe: Recipe, training: bool, bias: str, options: dict[str, Any]) -> dict[str, Tensor]:
+        """In high precision; the amaxes that FP8 would have seen are recorded."""
+        outputs = apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs)
+        if recipe.delayed():
+            wiring = self._wire(recipe)
+            state = self.fp8_meta["scaling_fwd"]
+            autocast.touch_forward(state, wiring.recipe, training)
+            self.calibrate(inputs, outputs, list(state.amaxes))
+        return outputs
+
+    def _spec(self, fp8: Fp8 | None, cached: bool, bias: str, options: dict[str, Any]) -> Any:
+        """The operation's spec, the same object for the same request: plans are found by its identity."""
+        key = (id(fp8), cached, bias, *options.items())
+        found = self._specs.get(key)
+        if found is None:
+            products = [self.make_product(i, fp8, cached, bias) for i in range(len(self.gemms))]
+            found = self._specs[key] = (self.make_spec(products, **options), fp8)  # fp8 is held, so that its id stays its own
+        return found[0]
+
+    # --- delayed scaling ----------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> Device:
+        """Where the layer's weights are."""
+        return next(iter(self.weight_inputs().values())).device
+
+    def _wire(self, recipe: Recipe) -> _Wiring:
+        wiring = self._wiring
+        if wiring is not None and (wiring.recipe is recipe or wiring.recipe == recipe):
+            return wiring
+        length = recipe.amax_history_len  # type: ignore[attr-defined]
+        for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
+            state = self.fp8_meta.get(name)
+            if state is None:
+                self.fp8_meta[name] = ScalingState(slots * len(self.gemms), length, self.device)
+            elif state.history_len != length:
+                state.resize(length)
+        forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        scales, given, late = {}, {}, {}
+        for i, prefix in enumerate(self.gemms):
+            x, g = FORWARD_SLOTS * i, BACKWARD_SLOTS * i
+            scales |= {f"{prefix}x_scale": forward.scales[x], f"{prefix}w_scale": forward.scales[x + 1]}
+            given |= {f"{prefix}x_amax": forward.amaxes[x], f"{prefix}w_amax": forward.amaxes[x + 1], f"{prefix}g_amax": backward.amaxes[g]}
+            late[f"{prefix}g_scale"] = backward.scales[g]
+        self._wiring = _Wiring(recipe, scales, given, late, (commit_backward, _Ticket(recipe, backward)))
+        return self._wiring
+
+    # --- the weight cache ---------------------------------------------------------------------------------------------
+
+    def _cached_weights(self, fp8: Fp8, first: bool, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]) -> Inputs:
+        """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else those of the first one."""
+        cache = self._weights
+        if first or cache is None or cache.fp8 is not fp8:
+            made: dict[str, ArrayView] = {}
+            weights = self.weight_inputs()
+            with no_grad():
+                for i, prefix in enumerate(self.gemms):
+                    own: Inputs = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
+                    if scales:
+                        own[f"{prefix}w_scale"] = scales[f"{prefix}w_scale"]
+                    key = ("weight_cast", id(fp8), i)
+                    found = self._specs.get(key)
+                    if found is None:
+                        found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
+                    out = apply(weight_cast, found[0], own, given)
+                    made |= {name: out[name].view for name in (f"{prefix}w_q", f"{prefix}w_qt", f"{prefix}w_scale_inv")}
+            cache = self._weights = _WeightCache(fp8, made)
+        return dict(cache.arrays)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, ArrayView]:
+        """``scaling_fwd.scale``, ``.scale_inv``, ``.amax_history`` and the same of ``scaling_bwd``; nothing before the first FP8 step."""
+        return {f"{name}.{field}": state.views[field] for name, state in self.fp8_meta.items() for field in FIELDS}
+
+    def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
+        """Check a saved FP8 state; the function that is returned takes it over (an empty one: the layer has none)."""
+        made: dict[str, ScalingState] = {}
+        if state:
+            sizes = {"scaling_fwd": FORWARD_SLOTS * len(self.gemms), "scaling_bwd": BACKWARD_SLOTS * len(self.gemms)}
+            names = {f"{name}.{field}" for name in sizes for field in FIELDS}
+            wrong = [f"missing: {n}" for n in sorted(names - set(state))] + [f"unexpected: {n}" for n in sorted(set(state) - names)]
+            if wrong:
+                raise CheckpointError("; ".join(wrong))
+            for name, slots in sizes.items():
+                parts = [state[f"{name}.{field}"] for field in FIELDS]
+                for field, part in zip(FIELDS, parts, strict=True):
+                    history = field == "amax_history"
+                    fits = part.ndim == 2 and part.shape[0] > 0 and part.shape[1] == slots if history else part.shape == (slots,)
+                    if not fits or part.dtype is not float32:
+                        wanted = f"(steps, {slots})" if history else f"({slots},)"
+                        raise CheckpointError(f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}")
+                made[name] = ScalingState.of(*parts, self.device)
+
+        def take() -> None:
+            self.fp8_meta = made
+            self._wiring = self._weights = None
+
+        return take
+
+
+def amax_of(view: ArrayView, amax: ArrayView) -> None:
+    """amax = max(amax, max|view|), on the device."""
+    matrix = view.rows()
+    dispatch.kernels(view.device).amax(matrix, amax, matrix.shape, arrays.current_stream(view.device))

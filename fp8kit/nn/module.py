@@ -1,0 +1,255 @@
+"""``Module``: a tree of parameters.
+
+Parameters are attributes of type ``Parameter``, buffers of type ``ArrayView``, children of type ``Module``; nothing is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fp8kit import arrays, checkpoint, formats
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.autograd import Tensor
+from fp8kit.backends import dispatch
+from fp8kit.errors import CheckpointError, FormatError, Fp8kitError, expected
+from fp8kit.formats import DType
+from fp8kit.nn.random import Init
+
+_Self = TypeVar("_Self", bound="Module")
+EXTRA = "_extra_state."
+
+
+class Parameter(Tensor):
+    """A Tensor that requires a gradient and belongs to a module: ``view``, ``grad`` and ``data`` as ``Tensor``."""
+
+    __slots__ = ()
+
+    def __init__(self, view: ArrayView) -> None:
+        super().__init__(view, requires_grad=True)
+
+    def __repr__(self) -> str:
+        return f"fp8kit.nn.Parameter({self.shape}, {self.dtype.name}, {self.device})"
+
+
+class Module:
+    """Base of layers. A subclass sets attributes in ``__init__`` and defines ``forward``; calling the module calls it."""
+
+    training = True
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Compute the outputs."""
+        raise NotImplementedError(f"{type(self).__name__}.forward")
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.forward(*inputs, **options)
+
+    # --- the tree -----------------------------------------------------------------------------------------------------
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """(name, module) of direct children, in the order of assignment."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield name, value
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """(path, module) of this module (path "") and everything below, each once."""
+        seen: set[int] = set()
+
+        def walk(path: str, module: Module) -> Iterator[tuple[str, Module]]:
+            if id(module) in seen:
+                return
+            seen.add(id(module))
+            yield path, module
+            for name, child in module.children():
+                yield from walk(f"{path}.{name}" if path else name, child)
+
+        yield from walk(prefix, self)
+
+    def _named(self, kind: type) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()
+        for path, module in self.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, kind) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield f"{path}.{name}" if path else name, value
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """(path, parameter), each once, also where modules share it."""
+        return self._named(Parameter)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The parameters, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, ArrayView]]:
+        """(path, array) of arrays that belong to the module but are not trained; FP8 state is not among them."""
+        return self._named(ArrayView)
+
+    def buffers(self) -> Iterator[ArrayView]:
+        """The buffers, each once."""
+        return (buffer for _, buffer in self.named_buffers())
+
+    # --- modes --------------------------------------------------------------------------------------------------------
+
+    def train(self: _Self, mode: bool = True) -> _Self:
+        """Dropout is active (``mode``) or not, in the whole tree. Returns the module."""
+        for _, module in self.named_modules():
+            module.training = bool(mode)
+        return self
+
+    def eval(self: _Self) -> _Self:
+        """``train(False)``."""
+        return self.train(False)
+
+    def apply(self: _Self, function: Callable[[Module], object]) -> _Self:
+        """Call ``function`` with every module, children first. Returns the module."""
+        for _, module in reversed(list(self.named_modules())):
+            function(module)
+        return self
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def extra_state(self) -> dict[str, ArrayView]:
+        """Further arrays of this one module that a checkpoint holds, under ``_extra_state.``; none by default."""
+        return {}
+
+    def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
+        """Check what ``extra_state`` once gave, and return what takes it over. CheckpointError where it does not fit."""
+        if state:
+            raise CheckpointError(f"unexpected: {', '.join(state)}")
+        return lambda: None
+
+    def state_dict(self) -> dict[str, ArrayView]:
+        """Parameters, buffers and FP8 state by path; views of the module's own memory."""
+        state = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
+        for path, module in self.named_modules():
+            start = f"{path}.{EXTRA}" if path else EXTRA
+            state |= {start + name: view for name, view in module.extra_state().items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Copy arrays (NumPy, CuPy, views, tensors) into parameters and buffers, and take over FP8 state.
+
+        Everything is checked before anything changes. ``strict``: every parameter and buffer must be there, and nothing else; a module
+        without FP8 state in ``state`` loses its own, as it was when it was saved. Otherwise what is missing stays as it is. Raises
+        CheckpointError that names what is missing, unexpected, or of another shape or dtype.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(expected("load_state_dict", "state", type(state).__name__, "a mapping of names to arrays"))
+        own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
+        modules = dict(self.named_modules())
+        extra: dict[str, dict[str, ArrayView]] = {}
+        plain: dict[str, Any] = {}
+        for name, array in state.items():
+            path, mark, rest = name.rpartition(EXTRA)
+            if mark and path.removesuffix(".") in modules and (not path or path.endswith(".")):
+                extra.setdefault(path.removesuffix("."), {})[rest] = arrays.as_view(array)
+            else:
+                plain[name] = array
+        found = checkpoint.check(own, plain, strict)
+        takers = []
+        for path, module in modules.items():
+            if strict or path in extra:
+                try:
+                    takers.append(module.check_extra_state(extra.get(path, {})))
+                except CheckpointError as error:
+                    raise CheckpointError(f"load: {path + '.' if path else ''}{EXTRA.removesuffix('.')}: {error}") from None
+        for name, view in found.items():
+            arrays.copy(own[name], arrays.contiguous(view))
+        for take in takers:
+            take()
+
+    def __repr__(self) -> str:
+        inner = [f"  ({name}): " + repr(child).replace("\n", "\n  ") for name, child in self.children()]
+        own = ", ".join(f"{n}={list(p.shape)}" for n, p in vars(self).items() if isinstance(p, Parameter))
+        body = "\n" + "\n".join(inner) + "\n" if inner else ""
+        return f"{type(self).__name__}({own}{body})"
+
+
+class ModuleList(Module):
+    """Modules in a list; their names in paths are "0", "1", ..."""
+
+    def __init__(self, modules: Any = ()) -> None:
+        for module in modules:
+            self.append(module)
+
+    def append(self, module: Module) -> None:
+        """Add a module at the end; Fp8kitError for anything else."""
+        if not isinstance(module, Module):
+            raise Fp8kitError(expected(type(self).__name__, "modules", type(module).__name__, "Modules"))
+        vars(self)[str(len(self))] = module
+
+    def __len__(self) -> int:
+        return sum(isinstance(value, Module) for value in vars(self).values())
+
+    def __iter__(self) -> Iterator[Module]:
+        return (child for _, child in self.children())
+
+    def __getitem__(self, index: int) -> Module:
+        return list(self)[index]
+
+
+class Sequential(ModuleList):
+    """Modules that are called one after the other: ``Sequential(a, b)(x)`` is ``b(a(x))``."""
+
+    def __init__(self, *modules: Module) -> None:
+        super().__init__(modules)
+
+    def forward(self, x: Any) -> Any:
+        """x through all modules."""
+        for module in self:
+            x = module(x)
+        return x
+
+
+# --- what modules share -----------------------------------------------------------------------------------------------
+
+
+def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
+    """A Tensor as it is, any other array wrapped; FormatError that names the argument for anything else."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return Tensor(arrays.as_view(value))
+    except FormatError as error:
+        raise FormatError(expected(operation, argument, type(value).__name__, f"a Tensor or an array ({error})")) from None
+
+
+def not_yet(operation: str, only: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse arguments, name -> (value, what is supported), that have another value. Fp8kitError."""
+    for name, (value, supported) in only.items():
+        if value is not supported and value != supported:
+            raise Fp8kitError(expected(operation, name, repr(value), f"{supported!r}: nothing else is supported yet"))
+
+
+def positive(operation: str, **sizes: int) -> None:
+    """Refuse sizes that are no positive ints. Fp8kitError."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise Fp8kitError(expected(operation, name, repr(size), "a positive int"))
+
+
+def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Device]:
+    """Dtype and device of new parameters; None: float32 and the default device. FormatError for other than float32 and 16-bit floats."""
+    kind = formats.float32 if params_dtype is None else formats.dtype(params_dtype)
+    if kind not in formats.HIGH_PRECISION:
+        raise FormatError(expected(operation, "params_dtype", kind.name, ", ".join(d.name for d in formats.HIGH_PRECISION)))
+    return kind, dispatch.default_device() if device is None else arrays.device(device)
+
+
+def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:
+    """A parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant), rounded to ``dtype``."""
+    host = np.empty(shape, np.float32)
+    if callable(init):
+        init(host)
+    else:
+        host.fill(init)
+    return Parameter(arrays.to(arrays.as_view(host.astype(dtype.numpy)), device))

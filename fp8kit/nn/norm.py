@@ -1,0 +1,57 @@
+"""``LayerNorm`` and ``RMSNorm`` alone, and the norm parameters that fused layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fp8kit import arrays
+from fp8kit.arrays import Device
+from fp8kit.autograd import apply
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit.formats import DType
+from fp8kit.nn.module import Module, Parameter, as_tensor, make_parameter, positive, resolve
+from fp8kit.ops.norm import NormSpec, norm
+
+
+def norm_parameters(spec: NormSpec, dtype: DType, where: Device) -> tuple[Parameter, Parameter | None]:
+    """(weight, bias): gamma starts at 1 (stored as 0 with zero_centered_gamma), beta at 0; RMSNorm has none."""
+    weight = make_parameter((spec.features,), 0.0 if spec.zero_centered_gamma else 1.0, dtype, where)
+    return weight, make_parameter((spec.features,), 0.0, dtype, where) if spec.centered else None
+
+
+class _Norm(Module):
+    normalization = ""
+
+    def __init__(self, normalized_shape: int | Sequence[int] | None = None, eps: float = 1e-5, params_dtype: Any = None,
+                 zero_centered_gamma: bool = False, hidden_size: int | None = None, device: Any = None) -> None:
+        operation = type(self).__name__
+        if (normalized_shape is None) == (hidden_size is None):
+            raise Fp8kitError(expected(operation, "normalized_shape", normalized_shape, "exactly one of normalized_shape and hidden_size"))
+        shape = arrays.as_sizes(hidden_size if normalized_shape is None else normalized_shape)  # type: ignore[arg-type]
+        if len(shape) != 1:
+            raise Fp8kitError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
+        positive(operation, normalized_shape=shape[0])
+        dtype, where = resolve(operation, params_dtype, device)
+        self._spec = NormSpec(shape[0], self.normalization, float(eps), bool(zero_centered_gamma))
+        self.weight, self.bias = norm_parameters(self._spec, dtype, where)
+
+    def forward(self, inp: Any) -> Any:
+        """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
+        inputs = {"x": as_tensor(type(self).__name__, "inp", inp), "norm_weight": self.weight, "norm_bias": self.bias}
+        return apply(norm, self._spec, inputs)["y"]
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016).
+
+    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters ``weight``, ``bias`` (N,).
+    """
+
+    normalization = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Arguments as ``LayerNorm``; no bias."""
+
+    normalization = "RMSNorm"

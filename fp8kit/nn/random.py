@@ -1,0 +1,102 @@
+"""Randomness of the native door: one host generator for initial weights, and one ``(seed, offset)`` array a device for dropout.
+
+The device's state advances on the device (``rng_next_``), so dropout never waits for the host and a captured graph draws anew at
+each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.errors import CheckpointError, ShapeError, expected
+from fp8kit.formats import int64
+
+HostArray = np.ndarray[Any, Any]
+Init = Callable[[HostArray], None]
+
+_DEVICE_PREFIX = "device."
+
+
+class _State:
+    """The process's seed, host generator, and device states, made when a device first draws."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.host = np.random.Generator(np.random.Philox(seed))
+        self.devices: dict[Device, ArrayView] = {}
+
+
+_state = _State(0)
+
+
+def manual_seed(seed: int) -> None:
+    """Start the host generator and every device's dropout state again from ``seed``, an int in [0, 2**63). ShapeError otherwise."""
+    global _state
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**63:
+        raise ShapeError(expected("manual_seed", "seed", repr(seed), "an int in [0, 2**63)"))
+    _state = _State(int(seed))
+
+
+def host_generator() -> np.random.Generator:
+    """The generator that initial weights are drawn from."""
+    return _state.host
+
+
+def next_rng(device: Device) -> ArrayView:
+    """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by one offset."""
+    state = _state.devices.get(device)
+    if state is None:
+        state = arrays.to(arrays.as_view(np.array([_state.seed, 0], np.int64)), device)
+        _state.devices[device] = state
+    out = arrays.empty((2,), int64, device)
+    dispatch.kernels(device).rng_next_(state, out, arrays.current_stream(device))
+    return out
+
+
+def get_rng_state() -> dict[str, HostArray]:
+    """The whole state as arrays by name, so that ``fk.save`` can keep it: the host generator's words and int64 [2] for each device."""
+    host = _state.host.bit_generator.state
+    out = {
+        "seed": np.array(_state.seed, np.int64),
+        "host.counter": host["state"]["counter"].copy(),
+        "host.key": host["state"]["key"].copy(),
+        "host.buffer": host["buffer"].copy(),
+        "host.rest": np.array([host["buffer_pos"], host["has_uint32"], host["uinteger"]], np.int64),
+    }
+    return out | {f"{_DEVICE_PREFIX}{where}": view.numpy().copy() for where, view in _state.devices.items()}
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Go back to a state that ``get_rng_state`` gave (NumPy arrays by name). CheckpointError where an entry is missing or unknown."""
+    global _state
+    known = {"seed", "host.counter", "host.key", "host.buffer", "host.rest"}
+    for name in known - set(state):
+        raise CheckpointError(expected("set_rng_state", name, "nothing", "an array from get_rng_state"))
+    new = _State(int(state["seed"]))
+    position, has_half, half = (int(v) for v in state["host.rest"])
+    new.host.bit_generator.state = {
+        "bit_generator": "Philox",
+        "state": {"counter": np.array(state["host.counter"], np.uint64), "key": np.array(state["host.key"], np.uint64)},
+        "buffer": np.array(state["host.buffer"], np.uint64), "buffer_pos": position, "has_uint32": has_half, "uinteger": half,
+    }
+    for name in set(state) - known:
+        if not name.startswith(_DEVICE_PREFIX):
+            raise CheckpointError(expected("set_rng_state", name, "an unknown entry", "entries from get_rng_state"))
+        where = arrays.device(name.removeprefix(_DEVICE_PREFIX))
+        new.devices[where] = arrays.to(arrays.as_view(np.array(state[name], np.int64)), where)
+    _state = new
+
+
+def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:
+    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer Engine's for weights."""
+
+    def fill(array: HostArray) -> None:
+        array[...] = host_generator().normal(mean, std, array.shape)
+
+    return fill

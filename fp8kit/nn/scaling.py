@@ -1,0 +1,160 @@
+"""Delayed scaling's state: scales and amax histories of a module, and their update.
+
+A ``ScalingState`` holds the n quantised tensors of one module in one direction, in contiguous arrays. Forward slots per GEMM are
+input, weight, output; backward slots are grad_output, grad_input (Transformer Engine's order; output and grad_input are reserved).
+Operations read ``scale`` and accumulate amaxes into row 0 of the history; the update of all states of a recipe is one kernel call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.errors import RecipeError, expected
+from fp8kit.formats import float32
+from fp8kit.recipe import DelayedScaling, Recipe
+
+HostArray = np.ndarray[Any, Any]
+FORWARD_SLOTS = 3  # input, weight, output
+BACKWARD_SLOTS = 2  # grad_output, grad_input
+FIELDS = ("scale", "scale_inv", "amax_history")
+
+
+class ScalingState:
+    """Scales and amax history of ``slots`` tensors on ``device``.
+
+    ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots), zeros at first, row 0 the
+    amaxes since the last update, row 1 the oldest. They read as arrays of the device's library that share the state's memory.
+    """
+
+    __slots__ = ("amaxes", "device", "scales", "slots", "views")
+
+    def __init__(self, slots: int, history_len: int, device: Device) -> None:
+        self.slots = slots
+        self.device = device
+        ones = np.ones(slots, np.float32)
+        self.views: dict[str, ArrayView] = {}
+        self._take(_put(ones, device), _put(ones, device), arrays.zeros((history_len, slots), float32, device))
+
+    def _take(self, scale: ArrayView, scale_inv: ArrayView, history: ArrayView) -> None:
+        self.views = dict(zip(FIELDS, (scale, scale_inv, history), strict=True))
+        flat = history.reshape(history.size)
+        self.scales = tuple(scale.slice(0, i, 1) for i in range(self.slots))
+        self.amaxes = tuple(flat.slice(0, i, 1) for i in range(self.slots))
+
+    @classmethod
+    def of(cls, scale: Any, scale_inv: Any, amax_history: Any, device: Device) -> ScalingState:
+        """A state with these values, copied to ``device``."""
+        state = cls.__new__(cls)
+        state.slots, state.device = arrays.as_view(scale).size, device
+        state._take(*(_put(arrays.as_view(a).numpy(), device) for a in (scale, scale_inv, amax_history)))
+        return state
+
+    @property
+    def history_len(self) -> int:
+        """Rows of the history."""
+        return self.views["amax_history"].shape[0]
+
+    @property
+    def scale(self) -> Any:
+        """float32 (slots,): multiplies before the cast."""
+        return arrays.provider(self.device).native(self.views["scale"])
+
+    @property
+    def scale_inv(self) -> Any:
+        """float32 (slots,): 1 / scale."""
+        return arrays.provider(self.device).native(self.views["scale_inv"])
+
+    @property
+    def amax_history(self) -> Any:
+        """float32 (history_len, slots)."""
+        return arrays.provider(self.device).native(self.views["amax_history"])
+
+    def resize(self, history_len: int) -> None:
+        """Another history length: the first rows are kept, or zero rows added at the end (Transformer Engine's rule)."""
+        old = self.views["amax_history"]
+        rows = min(history_len, self.history_len)
+        new = arrays.zeros((history_len, self.slots), float32, self.device)
+        arrays.copy(new.slice(0, 0, rows), old.slice(0, 0, rows))
+        self._take(self.views["scale"], self.views["scale_inv"], new)
+
+    def drop(self) -> None:
+        """Forget the amaxes since the last update."""
+        arrays.zero_(self.views["amax_history"].slice(0, 0, 1))
+
+    @classmethod
+    def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
+        """Update forward states (the outermost autocast has ended)."""
+        update(recipe, states, recipe.forward_format.max)
+
+    @classmethod
+    def discard_forward(cls, states: Sequence[ScalingState]) -> None:
+        """The outermost autocast ended by an exception: what the unfinished step recorded is dropped."""
+        for state in states:
+            state.drop()
+
+
+def _put(array: HostArray, device: Device) -> ArrayView:
+    return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)
+
+
+def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float) -> None:
+    """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call; a recipe's callables run on the host."""
+    if not isinstance(recipe, DelayedScaling) or not states:
+        return
+    if recipe.host_update:
+        for state in states:
+            _update_on_host(recipe, state, fp8_max)
+        return
+    for device in dict.fromkeys(state.device for state in states):
+        own = [state for state in states if state.device == device]
+        scales, inverses, histories = ([state.views[field] for state in own] for field in FIELDS)
+        dispatch.kernels(device).update_delayed_(
+            scales, inverses, histories, [fp8_max] * len(own), recipe.margin, recipe.amax_compute_algo == "most_recent",
+            arrays.current_stream(device),
+        )
+
+
+def _update_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> None:
+    """The update with user callables, on NumPy copies. Same rule as the kernel for tensors that were not used."""
+    history, scale, scale_inv = (state.views[f].numpy().copy() for f in ("amax_history", "scale", "scale_inv"))
+    algo = recipe.amax_compute_algo
+    if callable(algo):
+        amax = _answer(recipe, "amax_compute_algo", algo(history.copy()), scale.shape)
+    else:
+        amax = history[0].copy() if algo == "most_recent" else np.fmax.reduce(history, 0)
+    if recipe.scaling_factor_compute_algo is not None:
+        answer = recipe.scaling_factor_compute_algo(amax, scale.copy(), fp8_max, recipe)
+        new = _answer(recipe, "scaling_factor_compute_algo", answer, scale.shape)
+    else:
+        new = default_scale(amax, scale, fp8_max, recipe.margin)
+    used = history[0] != 0
+    scale[used] = new[used]
+    scale_inv[used] = np.float32(1) / scale[used]
+    rolled = np.roll(history, -1, 0)
+    rolled[0] = 0
+    if len(history) > 1:
+        rolled[-1] = history[0]
+    history[:, used] = rolled[:, used]
+    for field, array in (("amax_history", history), ("scale", scale), ("scale_inv", scale_inv)):
+        arrays.copy(state.views[field], arrays.as_view(array))
+
+
+def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int) -> HostArray:
+    """``fp8_max * 2 ** -margin / amax``; the old scale where amax is 0, Inf or NaN; FLT_MAX where that overflows. float32 (n,)."""
+    usable = np.isfinite(amax) & (amax > 0)
+    with np.errstate(over="ignore"):
+        new = np.float32(fp8_max * 2.0**-margin) / np.where(usable, amax, np.float32(1))
+    return np.where(usable, np.minimum(new, np.finfo(np.float32).max), scale).astype(np.float32)
+
+
+def _answer(recipe: DelayedScaling, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
+    array = np.asarray(value, np.float32)
+    if array.shape != shape:
+        raise RecipeError(expected(type(recipe).__name__, name, f"a result of shape {array.shape}", f"shape {shape}"))
+    return array

@@ -1,0 +1,109 @@
+"""``linear``: y = x W^T + b, and ``weight_cast``: the FP8 weight alone, to be cached across micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp8kit.formats import float32, uint8
+from fp8kit.ops.product import Product, ProductSpec, row_count, want_rows
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """Static arguments of ``linear``: those of its product."""
+
+    product: ProductSpec
+
+
+class Linear(Operation):
+    """y = x W^T + b.
+
+    Inputs: x h (..., in); weight0.. (out_i, in) or (in, out_i); bias0.. (out_i,); x_scale, w_scale float32 [1] (delayed scaling);
+    with a cached weight w_q, w_qt, w_scale_inv. Outputs: y h (..., out); x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*,
+    and g_amax; backward reads g_scale.
+    """
+
+    name = "linear"
+
+    def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
+        x = want_rows(self.name, "x", metas, spec.product.in_features)
+        return Product(spec.product, row_count(x), x.dtype, "x" in needs, "weight0" in needs, "bias0" in needs)
+
+    def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        p = self._product(spec, metas, needs)
+        p.check(self.name, metas)
+        x = metas["x"]
+        assert x is not None
+        outputs = {"y": Meta((*x.shape[:-1], p.n), x.dtype)} | p.outputs()
+        kept = p.kept() + (("x",) if spec.product.fp8 is None and p.needs_w else ())
+        grads = ({"x": Meta(x.shape, x.dtype)} if p.needs_x else {}) | p.grads()
+        return Signature(outputs, p.saved(), kept, grads)
+
+    def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        p = self._product(spec, metas, needs)
+        space = {"workspace": Meta((max(p.workspace(kernels), 1),), uint8)}
+        return Plan(spec, self.infer(spec, metas, needs), kernels, p.scratch() | space, p.backward_scratch() | space, p)
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        p: Product = plan.extra
+        x, y = inputs["x"], outputs["y"]
+        assert x is not None and y is not None
+        x2 = x.rows()
+        if p.spec.fp8 is not None:
+            p.cast_x(plan.kernels, x2, inputs, outputs, saved, scratch, stream)
+        p.fprop(plan.kernels, x2, inputs, outputs, saved, scratch, y.rows(), stream)
+
+    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+        p: Product = plan.extra
+        g = cotangents["y"]
+        assert g is not None
+        g2 = g.rows()
+        p.cast_g(plan.kernels, g2, kept, grads, scratch, stream)
+        if p.needs_x:
+            dx = grads["x"]
+            assert dx is not None
+            p.dgrad(plan.kernels, g2, kept, saved, scratch, dx.rows(), stream)
+        if p.needs_w:
+            x = kept.get("x")
+            p.wgrad(plan.kernels, g2, None if x is None else x.rows(), saved, grads, scratch, stream)
+
+
+class WeightCast(Operation):
+    """The FP8 weight of a product, in both orientations: what ``weight_cached`` operations take.
+
+    Inputs: weight0..; w_scale float32 [1] (delayed scaling). Outputs: w_q uint8 (Np, Kp), w_qt uint8 (Kp, Np), w_scale_inv float32
+    [1], w_amax float32 [1]. Not differentiable: the gradient goes to the weight through the operation that uses it.
+    """
+
+    name = "weight_cast"
+
+    def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        first = metas[f"{spec.product.prefix}weight0"]
+        assert first is not None
+        p = Product(spec.product, 0, first.dtype, False, False, False)
+        names = {
+            "w_q": Meta((p.np, p.kp), uint8),
+            "w_qt": Meta((p.kp, p.np), uint8),
+            "w_scale_inv": Meta((1,), float32),
+            "w_amax": Meta((1,), float32, zero=True),
+        }
+        return Signature({spec.product.prefix + name: meta for name, meta in names.items()})
+
+    def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        first = metas[f"{spec.product.prefix}weight0"]
+        assert first is not None
+        p = Product(spec.product, 0, first.dtype, False, False, False)
+        return Plan(spec, self.infer(spec, metas, needs), kernels, {f"{spec.product.prefix}scales": Meta((4,), float32)}, {}, p)
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        p: Product = plan.extra
+        prefix = p.spec.prefix
+        w_q, inv = outputs[f"{prefix}w_q"], outputs[f"{prefix}w_scale_inv"]
+        assert w_q is not None and inv is not None
+        p.cast_weight(plan.kernels, inputs, outputs, w_q, outputs[f"{prefix}w_qt"], inv, scratch, stream)
+
+
+linear = Linear()
+weight_cast = WeightCast()

@@ -1,0 +1,107 @@
+"""``norm``: LayerNorm and RMSNorm alone; ``NormSpec`` and the checks that the fused operations share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp8kit.errors import FormatError, expected
+from fp8kit.formats import float32, uint8
+from fp8kit.ops.product import row_count, want, want_rows
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """``features``: size of the last dimension, over which rows are normalised. ``normalization``: "LayerNorm" or "RMSNorm"."""
+
+    features: int
+    normalization: str = "LayerNorm"
+    epsilon: float = 1e-5
+    zero_centered_gamma: bool = False
+
+    def __post_init__(self) -> None:
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            raise FormatError(expected("norm", "normalization", repr(self.normalization), '"LayerNorm" or "RMSNorm"'))
+
+    @property
+    def centered(self) -> bool:
+        """Whether the mean is subtracted and a bias added (LayerNorm)."""
+        return self.normalization == "LayerNorm"
+
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+        return ("norm_weight", "norm_bias") if self.centered else ("norm_weight",)
+
+    def check(self, operation: str, metas: Metas) -> Meta:
+        """Check x and the parameters; returns x's meta."""
+        x = want_rows(operation, "x", metas, self.features)
+        for name in self.inputs():
+            want(operation, name, metas, (self.features,), x.dtype)
+        return x
+
+    def saved(self, rows: int) -> dict[str, Meta]:
+        """Statistics that backward needs."""
+        stats = {"rstd": Meta((rows,), float32)}
+        return stats | {"mean": Meta((rows,), float32)} if self.centered else stats
+
+    def grads(self, x: Meta) -> dict[str, Meta]:
+        """Gradients of x and the parameters."""
+        return {"x": Meta(x.shape, x.dtype)} | {name: Meta((self.features,), x.dtype) for name in self.inputs()}
+
+
+class Norm(Operation):
+    """y = norm(x). Inputs: x h (..., N), norm_weight, norm_bias h (N,). Output: y. Gradients of all."""
+
+    name = "norm"
+
+    def infer(self, spec: NormSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        x = spec.check(self.name, metas)
+        return Signature({"y": Meta(x.shape, x.dtype)}, spec.saved(row_count(x)), ("x", "norm_weight"), spec.grads(x) if needs else {})
+
+    def plan(self, spec: NormSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        x = spec.check(self.name, metas)
+        space = {"workspace": Meta((max(kernels.norm_bwd_workspace(row_count(x), spec.features), 1),), uint8)}
+        return Plan(spec, self.infer(spec, metas, needs), kernels, {}, space)
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        s: NormSpec = plan.spec
+        x, y = inputs["x"], outputs["y"]
+        assert x is not None and y is not None
+        plan.kernels.norm_fwd(
+            x.rows(),
+            inputs["norm_weight"],
+            inputs.get("norm_bias"),
+            y.rows(),
+            saved.get("mean"),
+            saved["rstd"],
+            None,
+            None,
+            s.normalization,
+            s.epsilon,
+            s.zero_centered_gamma,
+            stream,
+        )
+
+    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+        s: NormSpec = plan.spec
+        dy, x, dx = cotangents["y"], kept["x"], grads["x"]
+        assert dy is not None and x is not None and dx is not None
+        plan.kernels.norm_bwd(
+            dy.rows(),
+            x.rows(),
+            kept["norm_weight"],
+            saved.get("mean"),
+            saved["rstd"],
+            None,
+            dx.rows(),
+            grads["norm_weight"],
+            grads.get("norm_bias"),
+            s.normalization,
+            s.zero_centered_gamma,
+            scratch["workspace"],
+            stream,
+        )
+
+
+norm = Norm()

@@ -1,0 +1,102 @@
+"""How an operation quantises its operands: the part of a recipe that the arithmetic needs, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.protocol import Cast
+from fp8kit.errors import RecipeError, expected
+from fp8kit.formats import Format
+
+if TYPE_CHECKING:
+    from fp8kit.recipe import Recipe
+
+FLT_MAX = 3.4028234663852886e38
+ALIGN = 16  # FP8 products take dimensions that are multiples of 16 (cuBLASLt, "FP8 data types")
+
+
+def pad(n: int) -> int:
+    """The next multiple of 16."""
+    return -(-n // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Quant:
+    """Per-tensor scaling of one operand.
+
+    ``source`` says where the scale comes from: "scale", it is an input and the amax is an output (delayed scaling); "current", the
+    amax is taken now; "amax", the amax is an input, reduced over devices by the door. ``power_2`` and ``epsilon`` belong to the rule
+    of current scaling (``scale_from_amax``).
+    """
+
+    format: Format
+    source: str = "scale"
+    power_2: bool = False
+    epsilon: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The three operands of a layer's products and the accumulation of each product (True: fast, False: split accumulator)."""
+
+    x: Quant
+    w: Quant
+    g: Quant
+    fprop_fast: bool = True
+    dgrad_fast: bool = False
+    wgrad_fast: bool = False
+
+
+@lru_cache(maxsize=256)
+def fp8_from_recipe(recipe: Recipe) -> Fp8:
+    """What a recipe means for a layer's products; RecipeError for a recipe that no operation knows. Equal recipes give one object."""
+    forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
+    if recipe.delayed():
+        return Fp8(Quant(forward), Quant(forward), Quant(backward))
+    if recipe.float8_current_scaling():
+        given: Any = recipe
+
+        def operand(fmt: Format, params: Any) -> Quant:
+            return Quant(fmt, "current", params.power_2_scale, params.amax_epsilon)
+
+        return Fp8(
+            operand(forward, given.fp8_quant_fwd_inp),
+            operand(forward, given.fp8_quant_fwd_weight),
+            operand(backward, given.fp8_quant_bwd_grad),
+            not given.fp8_gemm_fprop.use_split_accumulator,
+            not given.fp8_gemm_dgrad.use_split_accumulator,
+            not given.fp8_gemm_wgrad.use_split_accumulator,
+        )
+    raise RecipeError(expected("autocast", "recipe", type(recipe).__name__, "DelayedScaling or Float8CurrentScaling"))
+
+
+def quantize_operand(
+    k: Any,
+    quant: Quant,
+    x: ArrayView,
+    q: ArrayView | None,
+    q_t: ArrayView | None,
+    scale: ArrayView | None,
+    scale_inv: ArrayView,
+    amax: ArrayView | None,
+    dbias: ArrayView | None,
+    workspace: ArrayView | None,
+    stream: int,
+    amax_known: bool = False,
+) -> None:
+    """Cast ``x``, h (M, N), to both orientations by the operand's rule.
+
+    ``scale``: float32 [1], the given scale, or scratch that the rule writes. ``amax``: float32 [1], zeroed or a running maximum: the amax
+    output, or for "amax" the given one. ``amax_known``: a fused kernel has put the amax there already.
+    """
+    assert scale is not None
+    if quant.source == "scale":
+        k.quantize_transpose(x, Cast(quant.format, q, q_t, scale, scale_inv, amax), dbias, workspace, stream)
+        return
+    if quant.source == "current" and not amax_known:
+        k.amax(x, amax, x.shape, stream)
+    k.scale_from_amax(amax, scale, scale_inv, quant.format.max, quant.power_2, quant.epsilon, FLT_MAX, stream)
+    k.quantize_transpose(x, Cast(quant.format, q, q_t, scale, scale_inv, None), dbias, workspace, stream)

@@ -1,0 +1,240 @@
+// functions: act_fwd, act_bwd
+// variants: ACT=gelu,relu,silu,swiglu; T=f32,bf16,f16
+//
+// y = ACT(x + bias) and its gradient, written as T, as FP8 codes in either orientation, or both, with amax and column sums, in one pass.
+//
+// A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8 columns of a tile: 16-byte reads,
+// 8 neighbouring codes of q a write; the transposed codes are turned in registers and pass through shared memory, so that q_t is written
+// 64 bytes a row. Elements outside x are read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there.
+
+#include "rows.cuh"
+
+constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, THREADS = 256;
+
+// 2**x within 2 ulp, 1 / x within 1 ulp. Flushing the subnormal results is harmless: here they are added to 1, or multiply a number
+// of moderate size.
+DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE float reciprocal_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+// NaN passes through, unlike fmaxf and fminf.
+DEVICE float max_nan(float x, float y) { float z; asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y)); return z; }
+DEVICE float clamp_nan(float x, float low, float high) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(max_nan(x, low)), "f"(high));
+  return y;
+}
+
+// The smooth activations are x * sigmoid(w(x)), with e = exp(-w): value = x / (1 + e), |error| <= 2**-21 |x|; -Inf gives -0 since x is
+// held finite there. Their slope is s + x w'(x) s (1 - s), s = 1 / (1 + e) and 1 - s = e s, which cancels nothing, |error| <= 2**-20;
+// x is clamped first to where exp(-w) is finite and the slope is within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
+constexpr float LOG2_E = 1.4426950408889634f;
+
+struct silu {
+  static constexpr bool gated = false;
+  static __device__ __forceinline__ float value(float x) {
+    return fmaxf(x, -3.0e38f) * reciprocal_fast(1.0f + exp2_fast(-LOG2_E * x));
+  }
+  static __device__ __forceinline__ float gradient(float x, float dy) {
+    const float c = clamp_nan(x, -80.0f, 80.0f), e = exp2_fast(-LOG2_E * c), s = reciprocal_fast(1.0f + e);
+    return dy * (s + c * (s * (e * s)));
+  }
+};
+
+struct swiglu : silu {
+  static constexpr bool gated = true;
+};
+
+struct gelu {  // the tanh form: 0.5 (1 + tanh(u)) is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3)
+  static constexpr bool gated = false;
+  static constexpr float LINEAR = 1.5957691216057308f, CUBIC = LINEAR * 0.044715f;  // 2 u = x (LINEAR + CUBIC x**2)
+  static __device__ __forceinline__ float exp_minus(float x) {
+    return exp2_fast(x * fmaf(x * x, -LOG2_E * CUBIC, -LOG2_E * LINEAR));
+  }
+  static __device__ __forceinline__ float value(float x) { return fmaxf(x, -3.0e38f) * reciprocal_fast(1.0f + exp_minus(x)); }
+  static __device__ __forceinline__ float gradient(float x, float dy) {
+    const float c = clamp_nan(x, -10.0f, 10.0f), e = exp_minus(c), s = reciprocal_fast(1.0f + e);
+    return dy * (s + c * fmaf(c * c, 3.0f * CUBIC, LINEAR) * (s * (e * s)));
+  }
+};
+
+struct relu {
+  static constexpr bool gated = false;
+  static __device__ __forceinline__ float value(float x) { return max_nan(x, 0.0f); }
+  static __device__ __forceinline__ float gradient(float x, float dy) { return x > 0.0f ? dy : 0.0f; }
+};
+
+constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
+
+// Where the calling thread stands: 4 rows from `row`, 8 columns from `column` of y.
+struct Place {
+  i64 tile_row, tile_column, row, column;
+};
+
+DEVICE Place place(i64 row_tile, i64 column_tile) {
+  Place at;
+  at.tile_row = row_tile * TILE_ROWS;
+  at.tile_column = column_tile * TILE_COLUMNS;
+  at.row = at.tile_row + threadIdx.x / 16 * 4;
+  at.column = at.tile_column + threadIdx.x % 16 * 8;
+  return at;
+}
+
+// The shared tile of transposed codes: column 8 a + b, rows 4 ty ... 4 ty + 3 lie in word 132 a + 16 b + ty. 132 keeps the 16-byte
+// alignment of reads and spreads the writes of a warp over 16 banks.
+constexpr int TILE_WORDS = 16 * 132;
+
+// The tile's codes into q and q_t, `shift` columns to the right; columns of the output from `end` on belong to others. All threads call.
+DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& at, i64 shift, i64 q_end, i64 t_end, u32* tile) {
+  write_q(cast, codes, at.row, shift + at.column, q_end, rows_aligned<8>(cast.q + shift, cast.q_stride));
+  if (cast.q_t == nullptr) return;
+  u32 columns[8];
+  transpose_codes(codes, columns);
+  __syncthreads();  // the former tile has been read
+#pragma unroll
+  for (int j = 0; j < 8; ++j) tile[threadIdx.x % 16 * 132 + j * 16 + threadIdx.x / 16] = columns[j];
+  __syncthreads();
+  const bool wide = rows_aligned<16>(cast.q_t, cast.t_stride);
+#pragma unroll
+  for (int i = threadIdx.x; i < TILE_COLUMNS * 4; i += THREADS) {
+    const int column = i / 4, rows = i % 4 * 16;
+    const i64 to_row = shift + at.tile_column + column, to_column = at.tile_row + rows;
+    if (to_row >= t_end) continue;
+    u32 words[4];
+    load_codes<16>(reinterpret_cast<const u8*>(tile + column / 8 * 132 + column % 8 * 16 + rows / 4), words);
+    const int left = (int)min64(cast.t_columns - to_column, 16);
+    write_codes<16>(cast.q_t + to_row * cast.t_stride + to_column, left, wide, words);
+  }
+}
+
+// x: (M, PARTS * F), y: (M, F).
+extern "C" __global__ void __launch_bounds__(THREADS) act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles,
+                                                              Cast cast) {
+  __shared__ alignas(16) u32 tile[TILE_WORDS];
+  __shared__ float shared[32];
+  const i64 column_tile = blockIdx.x % column_tiles, first_tile = blockIdx.x / column_tiles * tiles;
+  const i64 width = PARTS * F;
+  const bool wide = rows_aligned<16>(x, width) && rows_aligned<16>(x, F), wide_y = rows_aligned<16>(y, F);
+  const float scale = cast_scale(cast);
+  const int valid = columns_left(place(0, column_tile).column, F);
+  float shifts[PARTS][8];
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p)
+    floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid, rows_aligned<16>(bias, p * F), shifts[p]);
+  float amax = 0.0f;
+
+  for (i64 t = first_tile; t < first_tile + tiles; ++t) {
+    const Place at = place(t, column_tile);
+    Eight<T> in[PARTS][4];
+    u32 codes[4][2];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, at.row + k < M ? valid : 0, wide);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      float v[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        v[j] = ACT::value(value(in[0][k], j) + shifts[0][j]);
+        if (PARTS == 2) v[j] *= value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j];
+        v[j] = at.row + k < M ? v[j] : 0.0f;
+      }
+      const Eight<T> out = rounded8<T>(v);
+      if (y != nullptr && at.row + k < M) write8(y + (at.row + k) * F + at.column, valid, wide_y, out);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) amax = amax_of(amax, value(out, j));
+      if (cast.wanted()) encode8(cast, out, scale, codes[k]);
+    }
+    if (cast.wanted()) write_tile(cast, codes, at, 0, cast.q_columns, cast.t_rows, tile);
+  }
+  block_amax(cast.amax, amax, shared);
+}
+
+// dy: (M, F), x and dx: (M, PARTS * F). partial: float32 (row blocks, PARTS * F), the column sums of each block's rows, or null.
+extern "C" __global__ void __launch_bounds__(THREADS) act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F,
+                                                              i64 column_tiles, i64 tiles, Cast cast) {
+  __shared__ alignas(16) u32 tile[TILE_WORDS];
+  __shared__ float shared[32];
+  __shared__ float sums_of_warps[THREADS / 32][TILE_COLUMNS];
+  const i64 column_tile = blockIdx.x % column_tiles, row_block = blockIdx.x / column_tiles, first_tile = row_block * tiles;
+  const i64 width = PARTS * F;
+  const bool wide = rows_aligned<16>(x, width) && rows_aligned<16>(x, F), wide_dy = rows_aligned<16>(dy, F);
+  const bool wide_dx = rows_aligned<16>(dx, width) && rows_aligned<16>(dx, F);
+  const float scale = cast_scale(cast);
+  const int valid = columns_left(place(0, column_tile).column, F);
+  float shifts[PARTS][8], sums[PARTS][8];
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) {
+    floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid, rows_aligned<16>(bias, p * F), shifts[p]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[p][j] = 0.0f;
+  }
+  float amax = 0.0f;
+
+  for (i64 t = first_tile; t < first_tile + tiles; ++t) {
+    const Place at = place(t, column_tile);
+    Eight<T> in[PARTS][4], up[4];
+    u32 codes[PARTS][4][2];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int here = at.row + k < M ? valid : 0;
+      up[k] = read8(dy + (at.row + k) * F + at.column, here, wide_dy);
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      float d[PARTS][8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float g = value(up[k], j), a = value(in[0][k], j) + shifts[0][j];
+        if (PARTS == 2) {
+          d[0][j] = ACT::gradient(a, g * (value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j]));
+          d[PARTS - 1][j] = g * ACT::value(a);
+        } else {
+          d[0][j] = ACT::gradient(a, g);
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) d[p][j] = at.row + k < M ? d[p][j] : 0.0f;
+        const Eight<T> out = rounded8<T>(d[p]);
+        if (dx != nullptr && at.row + k < M) write8(dx + (at.row + k) * width + p * F + at.column, valid, wide_dx, out);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          amax = amax_of(amax, value(out, j));
+          sums[p][j] += value(out, j);
+        }
+        if (cast.wanted()) encode8(cast, out, scale, codes[p][k]);
+      }
+    }
+    if (cast.wanted()) {
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) {  // the first half ends where the second begins
+        const bool last = p == PARTS - 1;
+        write_tile(cast, codes[p], at, p * F, last ? cast.q_columns : F, last ? cast.t_rows : F, tile);
+      }
+    }
+  }
+  block_amax(cast.amax, amax, shared);
+  if (partial == nullptr) return;
+
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) {  // over the warp's two rows of threads, then over the warps
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float sum = sums[p][j] + __shfl_xor_sync(~0u, sums[p][j], 16);
+      if (threadIdx.x % 32 < 16) sums_of_warps[threadIdx.x / 32][threadIdx.x % 16 * 8 + j] = sum;
+    }
+    __syncthreads();
+    const i64 column = column_tile * TILE_COLUMNS + threadIdx.x;
+    if (threadIdx.x < TILE_COLUMNS && column < F) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < THREADS / 32; ++w) sum += sums_of_warps[w][threadIdx.x];
+      partial[row_block * width + p * F + column] = sum;
+    }
+  }
+}

@@ -1,0 +1,72 @@
+// Reductions of a matrix: the largest magnitude, whole and by tiles, and the last step of column sums.
+//
+// functions: amax_tensor, amax_tiles, column_sums
+// variants: T=f32,bf16,f16,f64
+#include "common.cuh"
+
+// amax[0] = max(amax[0], max|x|) over n elements that lie together.
+extern "C" __global__ void __launch_bounds__(256) amax_tensor(const T* x, float* amax, i64 n) {
+  __shared__ float shared[32];
+  constexpr int W = 16 / sizeof(T) * 2;
+  float top = 0.0f;
+  const i64 whole = reinterpret_cast<u64>(x) % 16 ? 0 : n / W;
+  for (i64 i = first(); i < whole; i += step()) {
+    float v[W];
+    load<W>(x + i * W, v);
+#pragma unroll
+    for (int j = 0; j < W; ++j) top = amax_of(top, v[j]);
+  }
+  for (i64 i = whole * W + first(); i < n; i += step()) top = amax_of(top, to_float(x[i]));
+  block_amax(amax, top, shared);
+}
+
+// amax[i, j] over tiles of tile_rows x tile_columns. A warp takes `chunk` rows of one tile at a time.
+extern "C" __global__ void __launch_bounds__(256) amax_tiles(const T* x, float* amax, i64 rows, i64 columns, i64 tile_rows,
+                                                             i64 tile_columns, i64 chunk) {
+  constexpr int W = 16 / sizeof(T);
+  const i64 across = ceil_div(columns, tile_columns), down = ceil_div(rows, tile_rows), chunks = ceil_div(tile_rows, chunk);
+  const bool wide = rows_aligned<16>(x, columns) && (tile_columns % W == 0 || across == 1);
+  const u32 lane = threadIdx.x % 32;
+  for (i64 job = first() / 32; job < across * down * chunks; job += step() / 32) {
+    const i64 tile = job / chunks, i = tile / across, j = tile % across;
+    const i64 from = i * tile_rows + job % chunks * chunk;
+    const i64 to = min64(min64(from + chunk, (i + 1) * tile_rows), rows);
+    const i64 left = j * tile_columns, right = min64(left + tile_columns, columns);
+    float top = 0.0f;
+    for (i64 row = from; row < to; ++row) {
+      const T* line = x + row * columns;
+      i64 column = left;
+      if (wide) {
+        for (column += lane * W; column + W <= right; column += 32 * W) {
+          float v[W];
+          load<W>(line + column, v);
+#pragma unroll
+          for (int k = 0; k < W; ++k) top = amax_of(top, v[k]);
+        }
+        column = left + (right - left) / W * W;
+      }
+      for (column += lane; column < right; column += 32) top = amax_of(top, to_float(line[column]));
+    }
+    top = warp_max(top);
+    if (lane == 0) atomic_amax(amax + tile, top);
+  }
+}
+
+// out[c] = sum over parts of partials[part][c], in a fixed order, rounded once. Blocks of 32 columns x 8.
+extern "C" __global__ void __launch_bounds__(256) column_sums(const float* partials, T* out, i64 parts, i64 columns) {
+  __shared__ float sums[8][33];
+  const i64 column = (i64)blockIdx.x * 32 + threadIdx.x;
+  float sum = 0.0f;
+  if (column < columns) {
+#pragma unroll 8
+    for (i64 part = threadIdx.y; part < parts; part += 8) sum += partials[part * columns + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < columns) {
+    float all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) all += sums[i][threadIdx.x];
+    out[column] = from_float<T>(all);
+  }
+}

@@ -1,0 +1,141 @@
+// FP8 and its narrower relatives: encoding and decoding.
+// E4M3 and E5M2 use the hardware's conversion (PTX cvt.rn.satfinite.e4m3x2.f32, sm_89 and later): nearest even, |v| beyond the
+// largest finite value and Inf become it, NaN becomes 0x7F. Any other format, stochastic rounding and non-saturating casts go through
+// exact integer arithmetic on the float's bits.
+#pragma once
+#include "common.cuh"
+
+// The two formats as types, so that -DFORMAT=e4m3 chooses one. In the PTX instruction the first source fills the upper byte.
+struct e4m3 {
+  static __device__ __forceinline__ u16 pair(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+  }
+  static __device__ __forceinline__ u32 halves(u16 codes) {  // two codes as two float16, exactly
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+    return pair;
+  }
+};
+
+struct e5m2 {
+  static __device__ __forceinline__ u16 pair(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+  }
+  static __device__ __forceinline__ u32 halves(u16 codes) {
+    u32 pair;
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(codes));
+    return pair;
+  }
+};
+
+template <typename F> DEVICE u8 encode(float x) { return (u8)F::pair(x, 0.0f); }
+
+template <typename F> DEVICE u32 encode4(float a, float b, float c, float d) {
+  return (u32)F::pair(a, b) | (u32)F::pair(c, d) << 16;
+}
+
+// N values (a multiple of 4) into N / 4 words, the first value in the lowest byte.
+template <typename F, int N> DEVICE void encode_words(const float (&x)[N], u32 (&words)[N / 4]) {
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) words[i] = encode4<F>(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+}
+
+template <typename F> DEVICE void decode4(u32 word, float (&x)[4]) {
+  const u32 low = F::halves((u16)word), high = F::halves((u16)(word >> 16));
+  x[0] = to_float(f16{(u16)low}), x[1] = to_float(f16{(u16)(low >> 16)});
+  x[2] = to_float(f16{(u16)high}), x[3] = to_float(f16{(u16)(high >> 16)});
+}
+
+template <typename F> DEVICE float decode(u8 code) { return to_float(f16{(u16)F::halves(code)}); }
+
+// N codes (4, 8 or 16 neighbours) to or from memory; the address must be a multiple of N.
+template <int N> DEVICE void load_codes(const u8* from, u32 (&words)[N / 4]) {
+  alignas(16) u32 raw[N / 4];
+  load_bytes<N>(reinterpret_cast<const u32*>(from), raw);
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) words[i] = raw[i];
+}
+
+template <int N> DEVICE void store_codes(u8* to, const u32 (&words)[N / 4]) {
+  alignas(16) u32 raw[N / 4];
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) raw[i] = words[i];
+  load_bytes<N>(raw, reinterpret_cast<u32*>(to));
+}
+
+// Only the first `valid` codes.
+template <int N> DEVICE void store_codes_some(u8* to, i64 valid, const u32 (&words)[N / 4]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < valid) to[i] = (u8)(words[i / 4] >> (8 * (i % 4)));
+}
+
+// Any ExMy of at most 8 bits (fp8kit.formats.Format), as the host passes it by value. Codes ascend with magnitude below the sign bit.
+struct Narrow {
+  i32 mantissa_bits;
+  i32 lowest;         // exponent of the smallest normal value
+  i32 zero;           // whether exponent field 0 holds zero and the subnormals
+  i32 sign;           // the sign bit, 0 for an unsigned format
+  i32 magnitude;      // mask of the other bits
+  i32 max_code;       // largest finite value
+  i32 over_code;      // what values beyond it become: max_code when saturating, else Inf or NaN
+  i32 over_signed;    // whether that keeps its sign (NaN does not)
+  i32 nan_code;       // what NaN becomes
+  i32 negative_code;  // what values below zero become where there is no sign
+  i32 inf_from;       // magnitudes from here on are not finite ...
+  i32 nan_from;       // ... and NaN from here on
+};
+
+DEVICE u8 overflowed(const Narrow& f, i32 sign) { return (u8)(f.over_code | (f.over_signed ? sign : 0)); }
+
+// v rounded to nearest even, or, with `stochastic`, away from zero iff word < fraction * 2**32, fraction being |v|'s exact place between its
+// two neighbours. Rounding comes before the decision on overflow, as if the exponent range went on.
+DEVICE u8 encode(const Narrow& f, float v, bool stochastic, u32 word) {
+  const u32 magnitude = __float_as_uint(v) & 0x7FFFFFFFu;
+  const bool negative = __float_as_uint(v) >> 31;
+  if (magnitude > 0x7F800000u) return (u8)f.nan_code;
+  if (negative && !f.sign && magnitude) return (u8)f.negative_code;
+  const i32 sign = negative ? f.sign : 0;
+  if (magnitude == 0x7F800000u) return overflowed(f, sign);
+  if (magnitude == 0u) return (u8)sign;
+
+  // |v| = mantissa * 2**exponent; `shift` turns the mantissa into steps of the format's spacing in v's binade
+  const bool tiny = magnitude < 0x00800000u;
+  const u32 mantissa = tiny ? magnitude : (magnitude & 0x007FFFFFu) | 0x00800000u;
+  const i32 exponent = tiny ? -149 : (i32)(magnitude >> 23) - 150;
+  const i32 top = 31 - __clz(mantissa) + exponent;
+  const i32 binade = top > f.lowest ? top : f.lowest;
+  const i32 shift = binade - f.mantissa_bits - exponent;
+  i32 steps = 0;
+  u64 rest = 0;  // what the steps leave over, in units of 2**-62 steps (1 for anything smaller still)
+  if (shift <= 0) {
+    steps = (i32)(mantissa << -shift);
+  } else if (shift < 32) {
+    steps = (i32)(mantissa >> shift);
+    rest = (u64)(mantissa & ((1u << shift) - 1u)) << (62 - shift);
+  } else {
+    rest = shift <= 62 ? (u64)mantissa << (62 - shift) : 1ull;
+  }
+  // a normal value's steps hold the leading one, which counts as one exponent field where field 0 is the subnormals'
+  i32 code = ((binade - f.lowest) << f.mantissa_bits) + steps - (f.zero ? 0 : 1 << f.mantissa_bits);
+  const u64 half = 1ull << 61;
+  code += stochastic ? ((u64)word << 30) < rest : rest > half || (rest == half && (code & 1));
+  if (code < 0) code = 0;  // below the smallest value of a format without a zero
+  return code > f.max_code ? overflowed(f, sign) : (u8)(sign | code);
+}
+
+DEVICE float decode(const Narrow& f, u8 code) {
+  const i32 magnitude = code & f.magnitude;
+  const u32 sign = code & f.sign ? 0x80000000u : 0u;
+  if (magnitude >= f.nan_from) return __uint_as_float(0x7FC00000u);
+  if (magnitude >= f.inf_from) return __uint_as_float(0x7F800000u | sign);
+  const i32 field = magnitude >> f.mantissa_bits, fraction = magnitude & ((1 << f.mantissa_bits) - 1);
+  const bool subnormal = f.zero && field == 0;
+  const i32 mantissa = subnormal ? fraction : fraction | 1 << f.mantissa_bits;
+  const i32 exponent = f.lowest + (subnormal ? 0 : field - (f.zero ? 1 : 0)) - f.mantissa_bits;
+  return __uint_as_float(__float_as_uint(ldexpf((float)mantissa, exponent)) | sign);
+}

@@ -1,0 +1,173 @@
+// Matrices walked eight columns at a time: the unit in which the memory-bound kernels read, round, transpose and write.
+#pragma once
+#include "fp8.cuh"
+
+// How many of the eight columns from `column` on lie before `end`.
+DEVICE int columns_left(i64 column, i64 end) { return column >= end ? 0 : end - column >= 8 ? 8 : (int)(end - column); }
+
+// Eight neighbours of a row as they lie in memory: 4 registers where X is 16 bits wide, 8 for float32.
+template <typename X> struct Eight { u32 words[2 * sizeof(X)]; };
+
+DEVICE float value(const Eight<f32>& x, int i) { return __uint_as_float(x.words[i]); }
+DEVICE float value(const Eight<bf16>& x, int i) { return __uint_as_float(i % 2 ? x.words[i / 2] & 0xFFFF0000u : x.words[i / 2] << 16); }
+DEVICE float value(const Eight<f16>& x, int i) { return to_float(f16{(u16)(i % 2 ? x.words[i / 2] >> 16 : x.words[i / 2])}); }
+
+// Each value rounded once, to nearest even.
+DEVICE void round8(const float (&x)[8], Eight<f32>& to) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to.words[i] = __float_as_uint(x[i]);
+}
+DEVICE void round8(const float (&x)[8], Eight<bf16>& to) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(to.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+}
+DEVICE void round8(const float (&x)[8], Eight<f16>& to) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(to.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+}
+template <typename X> DEVICE Eight<X> rounded8(const float (&x)[8]) {
+  Eight<X> eight;
+  round8(x, eight);
+  return eight;
+}
+
+// The eight elements from `from` on, of which `valid` exist (0 to 8, the others become 0). `wide`: the address is a multiple of 16.
+// The loop of the rare case shifts elements in from the top, so that it needs neither unrolling nor registers indexed at run time.
+template <typename X> DEVICE Eight<X> read8(const X* from, int valid, bool wide) {
+  constexpr int words = 2 * sizeof(X);
+  Eight<X> eight{};
+  if (wide && valid == 8) {
+    const uint4* quads = reinterpret_cast<const uint4*>(from);
+#pragma unroll
+    for (int i = 0; i < words / 4; ++i) {
+      const uint4 quad = quads[i];
+      eight.words[4 * i] = quad.x, eight.words[4 * i + 1] = quad.y, eight.words[4 * i + 2] = quad.z, eight.words[4 * i + 3] = quad.w;
+    }
+  } else if (valid > 0) {
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      u32 bits = 0;
+      if (i < valid) bits = sizeof(X) == 2 ? (u32) reinterpret_cast<const u16*>(from)[i] : reinterpret_cast<const u32*>(from)[i];
+#pragma unroll
+      for (int w = 0; w < words; ++w) {
+        const u32 above = w + 1 < words ? eight.words[(w + 1) % words] : bits;
+        eight.words[w] = sizeof(X) == 2 ? __funnelshift_r(eight.words[w], above, 16) : above;
+      }
+    }
+  }
+  return eight;
+}
+
+template <typename X> DEVICE void write8(X* to, int valid, bool wide, Eight<X> eight) {
+  constexpr int words = 2 * sizeof(X);
+  if (wide && valid == 8) {
+    uint4* quads = reinterpret_cast<uint4*>(to);
+#pragma unroll
+    for (int i = 0; i < words / 4; ++i)
+      quads[i] = make_uint4(eight.words[4 * i], eight.words[4 * i + 1], eight.words[4 * i + 2], eight.words[4 * i + 3]);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < valid; ++i) {
+      if (sizeof(X) == 2)
+        reinterpret_cast<u16*>(to)[i] = (u16)eight.words[0];
+      else
+        reinterpret_cast<u32*>(to)[i] = eight.words[0];
+#pragma unroll
+      for (int w = 0; w < words; ++w) {
+        const u32 above = w + 1 < words ? eight.words[(w + 1) % words] : 0u;
+        eight.words[w] = sizeof(X) == 2 ? __funnelshift_r(eight.words[w], above, 16) : above;
+      }
+    }
+  }
+}
+
+// The same as floats, 0 throughout where `from` is null.
+template <typename X> DEVICE void floats8(const X* from, int valid, bool wide, float (&to)[8]) {
+  const Eight<X> eight = read8(from, from == nullptr ? 0 : valid, wide);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = value(eight, i);
+}
+
+// Element i of a list of int32 (wide = 0) or int64 (wide = 1) numbers.
+DEVICE i64 number_at(const void* list, i64 i, i64 wide) {
+  return wide ? static_cast<const i64*>(list)[i] : (i64) static_cast<const i32*>(list)[i];
+}
+
+// --- casts (fp8kit.backends.protocol.Cast) -----------------------------------------------------------------------------------
+
+// Where a kernel's result goes in FP8. Absent parts are null; amax may stand alone. The host packs it field by field (_rows.cast_bytes).
+struct Cast {
+  u8* q;               // (q_rows, q_columns), rows q_stride codes apart
+  u8* q_t;             // (t_rows, t_columns), rows t_stride codes apart: the transposed codes
+  const float* scale;
+  float* scale_inv;
+  float* amax;
+  i64 q_rows, q_columns, q_stride;
+  i64 t_rows, t_columns, t_stride;
+  i64 is_e5m2;
+
+  __device__ __forceinline__ bool wanted() const { return q != nullptr || q_t != nullptr; }
+};
+
+// The scale, and 1 / scale written by the grid's first thread.
+DEVICE float cast_scale(const Cast& cast) {
+  if (!cast.wanted()) return 1.0f;
+  const float scale = *cast.scale;
+  if (blockIdx.x == 0 && thread_rank() == 0) *cast.scale_inv = 1.0f / scale;
+  return scale;
+}
+
+// The codes of eight values, in two words.
+DEVICE void encode8(const Cast& cast, const Eight<T>& values, float scale, u32 (&codes)[2]) {
+  float scaled[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) scaled[j] = value(values, j) * scale;
+  if (cast.is_e5m2)
+    encode_words<e5m2, 8>(scaled, codes);
+  else
+    encode_words<e4m3, 8>(scaled, codes);
+}
+
+// N codes (8 or 16), of which `valid` are written. `wide`: the address is a multiple of N.
+template <int N> DEVICE void write_codes(u8* to, int valid, bool wide, const u32 (&codes)[N / 4]) {
+  if (wide && valid >= N) {
+    store_codes<N>(to, codes);
+  } else {
+    u32 rest[N / 4];
+#pragma unroll
+    for (int w = 0; w < N / 4; ++w) rest[w] = codes[w];
+#pragma unroll 1
+    for (int i = 0; i < valid && i < N; ++i) {
+      to[i] = (u8)rest[0];
+#pragma unroll
+      for (int w = 0; w < N / 4; ++w) rest[w] = __funnelshift_r(rest[w], w + 1 < N / 4 ? rest[(w + 1) % (N / 4)] : 0u, 8);
+    }
+  }
+}
+
+// Byte j of row k becomes byte k of column j.
+DEVICE void transpose4(u32 row0, u32 row1, u32 row2, u32 row3, u32* columns) {
+  const u32 low01 = __byte_perm(row0, row1, 0x5140), low23 = __byte_perm(row2, row3, 0x5140);
+  const u32 high01 = __byte_perm(row0, row1, 0x7362), high23 = __byte_perm(row2, row3, 0x7362);
+  columns[0] = __byte_perm(low01, low23, 0x5410);
+  columns[1] = __byte_perm(low01, low23, 0x7632);
+  columns[2] = __byte_perm(high01, high23, 0x5410);
+  columns[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// Four rows of eight codes as eight columns of four codes.
+DEVICE void transpose_codes(const u32 (&codes)[4][2], u32 (&columns)[8]) {
+  transpose4(codes[0][0], codes[1][0], codes[2][0], codes[3][0], columns);
+  transpose4(codes[0][1], codes[1][1], codes[2][1], codes[3][1], columns + 4);
+}
+
+// Four rows of eight codes into q at (row, column); columns from `end` on belong to others. `wide`: the addresses are multiples of 8.
+DEVICE void write_q(const Cast& cast, const u32 (&codes)[4][2], i64 row, i64 column, i64 end, bool wide) {
+  if (cast.q == nullptr) return;
+  const int left = columns_left(column, end);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if (row + k >= cast.q_rows) break;
+    write_codes<8>(cast.q + (row + k) * cast.q_stride + column, left, wide, codes[k]);
+  }
+}

@@ -1,0 +1,70 @@
+// Scaling factors: current scaling's rule and delayed scaling's update.
+//
+// functions: scale_from_amax, update_delayed
+#include "common.cuh"
+
+constexpr float LARGEST = 3.402823466e+38f;
+
+// Transformer Engine's compute_scale_from_amax: 1 where the amax is 0, Inf or NaN.
+extern "C" __global__ void __launch_bounds__(256) scale_from_amax(const float* amax, float* scale, float* scale_inv, i64 n, f64 fp8_max,
+                                                                  f64 epsilon, f64 value_for_inf, i64 power_2) {
+  for (i64 i = first(); i < n; i += step()) {
+    float a = amax[i];
+    if (a < (float)epsilon) a = (float)epsilon;  // a NaN stays
+    float s = 1.0f;
+    if (a > 0.0f && a < INF) {
+      s = __fdiv_rn((float)fp8_max, a);
+      if (s == INF) s = (float)value_for_inf;
+      if (power_2) s = __uint_as_float(__float_as_uint(s) & 0xFF800000u);
+    }
+    scale[i] = s;
+    scale_inv[i] = __fdiv_rn(1.0f, s);
+  }
+}
+
+// One module's scaling state: float [n], [n] and [length, n]; `maximum` is fp8_max * 2**-margin.
+struct State {
+  float* scale;
+  float* scale_inv;
+  float* history;
+  i32 n, length;
+  float maximum;
+  i32 unused;
+};
+
+constexpr int STATES = 96;
+struct States { State at[STATES]; };
+
+// Block (i, j) updates tensor j of state i. Row 0 of the history holds the amax since the last update.
+extern "C" __global__ void __launch_bounds__(128) update_delayed(i64 most_recent, const __grid_constant__ States states) {
+  __shared__ float shared[32];
+  const State state = states.at[blockIdx.x];
+  const i64 n = state.n, length = state.length, tensor = blockIdx.y;
+  if (tensor >= n) return;
+  float* history = state.history + tensor;
+  const float newest = history[0];
+  if (newest == 0.0f) return;
+
+  float amax = 0.0f;
+  for (i64 row = threadIdx.x; row < length; row += blockDim.x) amax = fmaxf(amax, history[row * n]);
+  amax = block_max(amax, shared);
+  if (most_recent) amax = newest;
+  if (threadIdx.x == 0) {
+    float s = state.scale[tensor];
+    if (amax > 0.0f && amax < INF) {
+      s = __fdiv_rn(state.maximum, amax);
+      if (s == INF) s = LARGEST;
+    }
+    state.scale[tensor] = s;
+    state.scale_inv[tensor] = __fdiv_rn(1.0f, s);
+  }
+
+  // roll by -1 in place: every row is read before the barrier that stands ahead of its overwriting
+  for (i64 base = 0; base < length; base += blockDim.x) {
+    const i64 row = base + threadIdx.x;
+    const float next = row + 1 < length ? history[(row + 1) * n] : newest;
+    __syncthreads();
+    if (row < length) history[row * n] = row == 0 ? 0.0f : next;
+    __syncthreads();
+  }
+}

@@ -1,0 +1,334 @@
+"""Recipes: how tensors become FP8. Frozen, hashable values with Transformer Engine's names, order, defaults and rules.
+
+A recipe decides, for each GEMM of a layer ::
+
+    fprop  y  = x W^T        x, W in the forward format
+    dgrad  dx = dy W         dy in the backward format
+    wgrad  dW = dy^T x
+
+the formats, the scale of each operand (``q = encode(x * scale)``, ``scale_inv = 1 / scale``) and the accumulation. Sources:
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (formats, per-tensor scaling), and Transformer Engine's documentation
+(delayed and current scaling). Recipes are strict: an unknown field, a wrong type or a contradiction is a RecipeError, and every field
+that is accepted has its effect. No environment variable changes a recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from fp8kit import formats
+from fp8kit.errors import RecipeError, expected
+
+HostArray = np.ndarray[Any, Any]
+AmaxCompute = Callable[[HostArray], HostArray]
+ScaleCompute = Callable[[HostArray, HostArray, float, "DelayedScaling"], HostArray]
+
+_Self = TypeVar("_Self", bound="_Strict")
+
+
+class FormatLimits(NamedTuple):
+    """Largest finite value of the forward and of the backward format."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient) take.
+
+    HYBRID is E4M3 forward and E5M2 backward: gradients need range more than precision (Micikevicius et al. 2022, section 5).
+    ``value.max_fwd`` and ``value.max_bwd`` are the largest finite values; ``forward`` and ``backward`` the formats themselves.
+    """
+
+    E2M1 = FormatLimits(formats.E2M1.max, formats.E2M1.max)
+    E4M3 = FormatLimits(formats.E4M3.max, formats.E4M3.max)
+    E5M2 = FormatLimits(formats.E5M2.max, formats.E5M2.max)
+    HYBRID = FormatLimits(formats.E4M3.max, formats.E5M2.max)
+
+    @property
+    def forward(self) -> formats.Format:
+        """Format of inputs and weights."""
+        return _PAIRS[self.name][0]
+
+    @property
+    def backward(self) -> formats.Format:
+        """Format of output gradients."""
+        return _PAIRS[self.name][1]
+
+
+_PAIRS = {
+    "E2M1": (formats.E2M1, formats.E2M1),
+    "E4M3": (formats.E4M3, formats.E4M3),
+    "E5M2": (formats.E5M2, formats.E5M2),
+    "HYBRID": (formats.E4M3, formats.E5M2),
+}
+
+
+class _Strict:
+    """Base of the values below: arguments that are no field are a RecipeError that names the nearest field."""
+
+    def __new__(cls: type[_Self], *args: object, **kwargs: object) -> _Self:
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise RecipeError(expected(cls.__name__, "field", f"{name!r}{hint}", f"one of {', '.join(known)}"))
+        if len(args) > len(known):
+            raise RecipeError(expected(cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}"))
+        for name in known[: len(args)]:
+            if name in kwargs:
+                raise RecipeError(expected(cls.__name__, name, "a value by position and by name", "one value"))
+        return super().__new__(cls)
+
+    def _refuse(self, field: str, wanted: str) -> RecipeError:
+        return RecipeError(expected(type(self).__name__, field, repr(getattr(self, field)), wanted))
+
+    def _want(self, kind: type, *names: str) -> None:
+        """Refuse fields whose value is not a ``kind`` (a bool is no int here)."""
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise self._refuse(name, f"a {kind.__name__}")
+
+    def _not_yet(self, **only: object) -> None:
+        """Refuse fields that have another value than the only one that is carried out so far."""
+        for name, value in only.items():
+            if getattr(self, name) is not value:
+                raise self._refuse(name, f"{value!r}: nothing else is supported yet")
+
+
+@dataclass(frozen=True)
+class MMParams(_Strict):
+    """How one GEMM accumulates.
+
+    ``use_split_accumulator``: True promotes partial sums to float32 regularly; False lets the tensor cores accumulate in their own
+    width (Hopper: 14 mantissa bits), faster and good enough for fprop (``fast_accumulate`` of the kernel contract).
+    """
+
+    use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        self._want(bool, "use_split_accumulator")
+
+
+@dataclass(frozen=True)
+class QParams(_Strict):
+    """How one operand is quantised under current scaling.
+
+    * ``power_2_scale``: scales are rounded down to a power of two, so that scaling itself rounds nothing.
+    * ``amax_epsilon``: float >= 0, the least amax a scale is computed from.
+    * ``random_hadamard_transform``, ``stochastic_rounding``, ``fp4_2d_quantization``: refused unless False; not yet supported.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        self._want(bool, "power_2_scale")
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not (math.isfinite(epsilon) and epsilon >= 0):
+            raise self._refuse("amax_epsilon", "a finite float >= 0")
+        self._not_yet(random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False)
+
+
+class Recipe(_Strict):
+    """Base of the recipes. The predicates are class methods, as in Transformer Engine: ``recipe.delayed()``."""
+
+    fp8_format: Format
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is NVFP4 block scaling."""
+        return False
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether this is MXFP8 block scaling."""
+        return False
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether scales come from the amax history of earlier steps."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether scales come from the tensor that is being quantised."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether each block of 128 elements has its own float32 scale."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether quantisers are the user's own."""
+        return False
+
+    @property
+    def forward_format(self) -> formats.Format:
+        """Format of inputs and weights."""
+        return self.fp8_format.forward
+
+    @property
+    def backward_format(self) -> formats.Format:
+        """Format of output gradients."""
+        return self.fp8_format.backward
+
+    def short_name(self) -> str:
+        """A printable name that fits into a log line."""
+        raise NotImplementedError
+
+    def _check_common(self) -> None:
+        self._want(Format, "fp8_format")
+        if self.fp8_format is Format.E5M2:
+            raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: the forward pass needs E4M3's precision")
+        if self.fp8_format is Format.E2M1:
+            raise self._refuse("fp8_format", "Format.HYBRID or Format.E4M3: E2M1 has 4 bits")
+        self._not_yet(fp8_dpa=False, fp8_mha=False, backward_override=None)
+
+
+_FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Per-tensor scales from the largest absolute values of earlier steps, so that a tensor is quantised in one pass.
+
+    A step quantises with the scale it finds and records the tensor's amax in row 0 of ``amax_history`` (``amax_history_len`` rows).
+    At the end of the step, for each tensor whose row 0 is not 0 (one that is 0 was not used, and does not age) ::
+
+        amax      = max(amax_history)      "max"          or   amax_history[0]     "most_recent"
+        scale     = fp8_max * 2 ** -margin / amax         kept where amax is 0, Inf or NaN; FLT_MAX where that overflows
+        scale_inv = 1 / scale
+        history   = roll(history, -1): row 0 becomes the newest row, H - 1, and row 0 starts again at 0
+
+    Scales start at 1. A NaN in the history is ignored by "max". Forward states are updated when the outermost autocast ends, backward
+    states when a backward pass ends.
+
+    * ``margin``: int >= 0, powers of two kept free below the format's largest value.
+    * ``fp8_format``: Format.HYBRID or Format.E4M3.
+    * ``amax_history_len``: int >= 1, steps.
+    * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32 ``(H, n) -> (n,)``.
+    * ``scaling_factor_compute_algo``: None for the rule above, or a callable ``(amax, scale, fp8_max, recipe) -> scale`` on NumPy
+      float32 ``(n,)``. Callables run on the host and cost a synchronisation per update.
+    * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing to reduce.
+    * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
+
+    Raises RecipeError. Source: Transformer Engine's DelayedScaling; Micikevicius et al. 2022, section 3.2.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | AmaxCompute = "max"
+    scaling_factor_compute_algo: ScaleCompute | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        self._want(int, "margin", "amax_history_len")
+        self._want(bool, "reduce_amax")
+        if self.margin < 0:
+            raise self._refuse("margin", "an int >= 0")
+        if self.amax_history_len < 1:
+            raise self._refuse("amax_history_len", "an int >= 1")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise self._refuse("amax_compute_algo", '"max", "most_recent" or a callable')
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise self._refuse("scaling_factor_compute_algo", "None or a callable")
+        self._check_common()
+
+    @property
+    def host_update(self) -> bool:
+        """Whether a callable makes the update run on the host."""
+        return callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
+
+    @property
+    def fp8_gemm_fprop(self) -> MMParams:
+        """Accumulation of y = x W^T: fast."""
+        return _FAST
+
+    @property
+    def fp8_gemm_dgrad(self) -> MMParams:
+        """Accumulation of dx = dy W: split."""
+        return _SPLIT
+
+    @property
+    def fp8_gemm_wgrad(self) -> MMParams:
+        """Accumulation of dW = dy^T x: split."""
+        return _SPLIT
+
+    def short_name(self) -> str:
+        """For example ``delayed(HYBRID, h1024, max)``."""
+        algo = self.amax_compute_algo if isinstance(self.amax_compute_algo, str) else "callable"
+        margin = f", m{self.margin}" if self.margin else ""
+        return f"delayed({self.fp8_format.name}, h{self.amax_history_len}, {algo}{margin})"
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Per-tensor scales from the tensor itself: one pass for its amax, one for the cast ::
+
+        amax      = max(max|x|, amax_epsilon)
+        scale     = fp8_max / amax, 1 where amax is 0, Inf or NaN; FLT_MAX where that overflows
+                    rounded down to a power of two with power_2_scale
+        scale_inv = 1 / scale
+
+    * ``use_power_2_scales``: bool, default of ``power_2_scale`` for all three operands.
+    * ``fp8_format``: Format.HYBRID or Format.E4M3.
+    * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and output gradient; None becomes
+      ``QParams(power_2_scale=use_power_2_scales)``.
+    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs.
+    * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
+
+    There is no state, so nothing is saved. Raises RecipeError, also for ``use_power_2_scales=True`` beside QParams without
+    ``power_2_scale``. Source: Transformer Engine's Float8CurrentScaling.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_quant_fwd_inp: QParams = None  # type: ignore[assignment]
+    fp8_quant_fwd_weight: QParams = None  # type: ignore[assignment]
+    fp8_quant_bwd_grad: QParams = None  # type: ignore[assignment]
+    fp8_gemm_fprop: MMParams = _FAST
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        self._want(bool, "use_power_2_scales")
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, QParams(power_2_scale=self.use_power_2_scales))
+            self._want(QParams, name)
+            if self.use_power_2_scales and not getattr(self, name).power_2_scale:
+                raise self._refuse(name, "power_2_scale=True, because use_power_2_scales=True")
+        self._want(MMParams, "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+        self._check_common()
+
+    def short_name(self) -> str:
+        """For example ``current(HYBRID, pow2)``."""
+        return f"current({self.fp8_format.name}{', pow2' if self.use_power_2_scales else ''})"

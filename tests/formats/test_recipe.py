@@ -1,0 +1,138 @@
+"""Recipes: fields and defaults as Transformer Engine's, and strictness."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from fp8kit import formats
+from fp8kit.errors import RecipeError
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+
+
+def test_format_limits():
+    assert Format.HYBRID.value.max_fwd == 448.0
+    assert Format.HYBRID.value.max_bwd == 57344.0
+    assert Format.E2M1.value == (6.0, 6.0)
+    assert Format.HYBRID.forward is formats.E4M3
+    assert Format.HYBRID.backward is formats.E5M2
+    assert len(Format) == 4  # no member is an alias of another
+
+
+def test_delayed_fields_in_order_with_defaults():
+    assert [(f.name, f.default) for f in dataclasses.fields(DelayedScaling)] == [
+        ("margin", 0), ("fp8_format", Format.HYBRID), ("amax_history_len", 1024), ("amax_compute_algo", "max"),
+        ("scaling_factor_compute_algo", None), ("reduce_amax", True), ("fp8_dpa", False), ("fp8_mha", False), ("backward_override", None),
+    ]
+    recipe = DelayedScaling()
+    assert [p.use_split_accumulator for p in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)] == [False, True, True]
+
+
+def test_current_fields_in_order_with_defaults():
+    names = [f.name for f in dataclasses.fields(Float8CurrentScaling)]
+    assert names == [
+        "use_power_2_scales", "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "fp8_gemm_fprop",
+        "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha", "backward_override",
+    ]
+    recipe = Float8CurrentScaling()
+    assert recipe.fp8_quant_fwd_inp == recipe.fp8_quant_fwd_weight == recipe.fp8_quant_bwd_grad == QParams(False, 0.0, False, False, False)
+    assert [p.use_split_accumulator for p in (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)] == [False, True, True]
+
+
+def test_every_accepted_field_has_its_effect():
+    power2 = Float8CurrentScaling(use_power_2_scales=True)
+    assert all(q.power_2_scale for q in (power2.fp8_quant_fwd_inp, power2.fp8_quant_fwd_weight, power2.fp8_quant_bwd_grad))
+    mixed = Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=1e-3), fp8_gemm_fprop=MMParams(True))
+    assert mixed.fp8_quant_fwd_inp.amax_epsilon == 1e-3
+    assert mixed.fp8_gemm_fprop.use_split_accumulator
+    assert mixed.fp8_quant_fwd_weight == QParams()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DelayedScaling(amax_hist_len=3), ["amax_hist_len", "did you mean amax_history_len", "margin"]),
+        (lambda: Float8CurrentScaling(power_2_scale=True), ["power_2_scale", "use_power_2_scales"]),
+        (lambda: QParams(power_2=True), ["QParams", "power_2_scale"]),
+        (lambda: MMParams(split=True), ["MMParams", "use_split_accumulator"]),
+        (lambda: DelayedScaling(0, margin=1), ["margin", "by position and by name"]),
+        (lambda: MMParams(True, False), ["MMParams", "at most 1"]),
+        (lambda: DelayedScaling(margin=-1), ["margin", "-1"]),
+        (lambda: DelayedScaling(margin=True), ["margin", "True"]),
+        (lambda: DelayedScaling(margin=0.5), ["margin", "0.5"]),
+        (lambda: DelayedScaling(amax_history_len=0), ["amax_history_len", "0"]),
+        (lambda: DelayedScaling(amax_history_len="8"), ["amax_history_len", "'8'"]),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), ["amax_compute_algo", "most_recent"]),
+        (lambda: DelayedScaling(scaling_factor_compute_algo="x"), ["scaling_factor_compute_algo"]),
+        (lambda: DelayedScaling(reduce_amax=1), ["reduce_amax"]),
+        (lambda: DelayedScaling(fp8_format=formats.E4M3), ["fp8_format"]),
+        (lambda: DelayedScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
+        (lambda: Float8CurrentScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
+        (lambda: Float8CurrentScaling(fp8_format=Format.E2M1), ["fp8_format", "E2M1"]),
+        (lambda: DelayedScaling(fp8_dpa=True), ["fp8_dpa", "yet"]),
+        (lambda: DelayedScaling(fp8_mha=True), ["fp8_mha", "yet"]),
+        (lambda: DelayedScaling(backward_override="high_precision"), ["backward_override", "yet"]),
+        (lambda: QParams(random_hadamard_transform=True), ["random_hadamard_transform", "yet"]),
+        (lambda: QParams(stochastic_rounding=True), ["stochastic_rounding", "yet"]),
+        (lambda: QParams(fp4_2d_quantization=True), ["fp4_2d_quantization", "yet"]),
+        (lambda: QParams(amax_epsilon=-1.0), ["amax_epsilon", "-1.0"]),
+        (lambda: QParams(amax_epsilon=float("nan")), ["amax_epsilon", "nan"]),
+        (lambda: QParams(power_2_scale=1), ["power_2_scale"]),
+        (lambda: Float8CurrentScaling(fp8_quant_fwd_inp=True), ["fp8_quant_fwd_inp", "QParams"]),
+        (lambda: Float8CurrentScaling(fp8_gemm_dgrad=True), ["fp8_gemm_dgrad", "MMParams"]),
+        (lambda: Float8CurrentScaling(use_power_2_scales=True, fp8_quant_bwd_grad=QParams()), ["fp8_quant_bwd_grad", "use_power_2_scales"]),
+    ],
+)
+def test_refusals_name_the_field(make, words):
+    with pytest.raises(RecipeError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_environment_is_not_read(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
+    assert Float8CurrentScaling() == Float8CurrentScaling(use_power_2_scales=False, backward_override=None)
+
+
+def test_values_hash_copy_and_pickle():
+    recipe = DelayedScaling(margin=1, amax_compute_algo="most_recent")
+    same = DelayedScaling(1, amax_compute_algo="most_recent")
+    assert recipe == same
+    assert hash(recipe) == hash(same)
+    assert recipe != DelayedScaling()
+    assert {recipe: 1}[same] == 1
+    current = Float8CurrentScaling(use_power_2_scales=True)
+    for value in (recipe, current):
+        assert pickle.loads(pickle.dumps(value)) == value
+        assert copy.deepcopy(value) == value
+    assert dataclasses.replace(recipe, margin=2).margin == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.margin = 3
+
+
+def test_predicates_are_class_methods():
+    assert DelayedScaling.delayed()
+    assert not DelayedScaling.float8_current_scaling()
+    assert Float8CurrentScaling().float8_current_scaling()
+    assert Float8CurrentScaling.float8_per_tensor_scaling()
+    assert DelayedScaling.float8_per_tensor_scaling()
+    for recipe in (DelayedScaling, Float8CurrentScaling, Recipe):
+        assert [recipe.nvfp4(), recipe.mxfp8(), recipe.float8_block_scaling(), recipe.custom()] == [False] * 4
+
+
+def test_callables_and_short_names():
+    mine = DelayedScaling(amax_compute_algo=lambda history: np.mean(history, 0))
+    assert mine.host_update
+    assert not DelayedScaling().host_update
+    assert DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: scale).host_update
+    assert mine.short_name() == "delayed(HYBRID, h1024, callable)"
+    assert DelayedScaling(margin=2, amax_history_len=4).short_name() == "delayed(HYBRID, h4, max, m2)"
+    assert Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3).short_name() == "current(E4M3, pow2)"
+    assert Float8CurrentScaling().forward_format is formats.E4M3
+    assert Float8CurrentScaling().backward_format is formats.E5M2

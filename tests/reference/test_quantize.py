@@ -1,0 +1,82 @@
+"""The casts of the reference engine: the contract's cases, and what only this engine promises."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fp8kit import arrays, codec, formats
+from fp8kit.arrays import as_view
+from fp8kit.backends.protocol import signature
+from fp8kit.backends.reference import philox, quantize, scales
+from fp8kit.formats import E4M3, E5M2
+from fp8kit.testing.contract.quantize import CASES
+
+KERNELS = SimpleNamespace(
+    amax=scales.amax, scale_from_amax=scales.scale_from_amax, update_delayed_=scales.update_delayed_, quantize=quantize.quantize,
+    dequantize=quantize.dequantize, quantize_transpose=quantize.quantize_transpose,
+    quantize_transpose_workspace=quantize.quantize_transpose_workspace,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case):
+    case.run(KERNELS, arrays.CPU)
+
+
+@pytest.mark.parametrize("name", sorted(vars(KERNELS)))
+def test_signature(name):
+    import inspect
+
+    assert str(inspect.signature(getattr(KERNELS, name))) == str(signature(name))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [  # Random123's kat_vectors, philox4x32, 10 rounds
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ],
+)
+def test_philox_known_answers(counter, key, words):
+    assert philox.philox4(*(np.uint32(c) for c in counter), *(np.uint32(k) for k in key)) == words
+
+
+def test_philox_words_start_anywhere():
+    whole = np.empty(41, np.uint32)
+    philox.words(-7, 2**35, 2**34 - 3, whole)
+    for start in range(9):
+        part = np.empty(13, np.uint32)
+        philox.words(-7, 2**35, 2**34 - 3 + start, part)
+        np.testing.assert_array_equal(part, whole[start : start + 13])
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("saturate", [True, False])
+def test_every_bfloat16_and_float16(fmt, saturate):
+    """All 65536 values of both 16-bit dtypes."""
+    one, inverse = np.ones(1, np.float32), np.empty(1, np.float32)
+    for kind in (formats.bfloat16, formats.float16):
+        x = np.arange(1 << 16, dtype=np.uint16).view(kind.numpy).reshape(256, 256)
+        q = np.empty(x.shape, np.uint8)
+        quantize.quantize(as_view(x), as_view(q), as_view(one), as_view(inverse), None, fmt, x.shape, saturate, None, 0)
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(q, codec.encode(x.astype(np.float32), fmt, "nearest", saturate))
+
+
+def test_random_float32_bits():
+    """Two million random bit patterns: every exponent, subnormals and NaN payloads among them."""
+    x = np.random.default_rng(5).integers(0, 2**32, (1024, 2048), np.uint32).view(np.float32)
+    q, one, inverse = np.empty(x.shape, np.uint8), np.ones(1, np.float32), np.empty(1, np.float32)
+    quantize.quantize(as_view(x), as_view(q), as_view(one), as_view(inverse), None, E4M3, x.shape, True, None, 0)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(q, codec.encode(x, E4M3))
+
+
+def test_read_only_input():
+    x = np.arange(32, dtype=np.float32).reshape(2, 16)
+    x.flags.writeable = False
+    found = np.zeros(2, np.float32)
+    scales.amax(as_view(x), as_view(found), (1, 16), 0)
+    np.testing.assert_array_equal(found, [15, 31])
