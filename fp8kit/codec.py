@@ -45,7 +45,8 @@ def _magnitude(fmt: Format, codes: Array) -> Array:
     exponent, mantissa = np.divmod(codes, 1 << fmt.mantissa_bits)
     subnormal = (exponent == 0) & fmt.zero
     fraction = mantissa / (1 << fmt.mantissa_bits) + np.where(subnormal, 0.0, 1.0)
-    return np.ldexp(fraction, np.where(subnormal, 1, exponent) - fmt.bias)
+    values: Array = np.ldexp(fraction, np.where(subnormal, 1, exponent) - fmt.bias)
+    return values
 
 
 def decode(codes: Any, fmt: Format) -> Array:
@@ -56,7 +57,8 @@ def decode(codes: Any, fmt: Format) -> Array:
 def encode(values: Any, fmt: Format, rounding: Rounding = "nearest", saturate: bool = True, words: Any = None) -> Array:
     """The codes of ``values``, float64 or narrower of any shape, as uint8 of the same shape.
 
-    * "nearest": to the nearer neighbour, ties to the even code. "stochastic": away from zero where ``words`` (uint32, of the same
+    * "nearest": to the nearer neighbour, ties to the even code (also in
+      formats without a mantissa, where IEEE 754 has no even neighbour). "stochastic": away from zero where ``words`` (uint32, of the same
       shape) is less than ``fraction * 2**32``, fraction being the value's place between its two neighbours; computed exactly.
     * What overflows after rounding, and Inf: with ``saturate`` the largest finite value, else Inf, or NaN where the format has no Inf.
     * NaN: ``fmt.nan_code``, always positive; the largest value where the format has no NaN. The sign of -0.0 is kept.
@@ -103,7 +105,8 @@ def _round_up_or_down(a: Array, fmt: Format, words: Array | None) -> Array:
         up = (fraction > 0.5) | ((fraction == 0.5) & (low % 2 == 1))
     else:
         up = words < fraction * 2.0**32
-    return low + up
+    codes: Array = low + up
+    return codes
 
 
 def _check_words(words: Any, shape: tuple[int, ...]) -> Array:

@@ -174,11 +174,12 @@ HIGH_PRECISION = (float32, bfloat16, float16)
 
 
 def dtype(value: object) -> DType:
-    """The DType that ``value`` names: a DType, its name, or anything that ``numpy.dtype`` takes. FormatError otherwise."""
+    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's dtypes. FormatError otherwise."""
     if isinstance(value, DType):
         return value
-    if isinstance(value, str) and value in DTYPES:
-        return DTYPES[value]
+    name = value if isinstance(value, str) else str(value).removeprefix("torch.")
+    if name in DTYPES:
+        return DTYPES[name]
     try:
         return _BY_NUMPY[np.dtype(value)]  # type: ignore[call-overload]
     except (TypeError, KeyError):

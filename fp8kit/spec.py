@@ -52,7 +52,7 @@ class Plan:
     """What is decided once for one set of static arguments, shapes, device and policy.
 
     ``kernels`` has every kernel of the contract as an attribute, chosen by the policy of the moment the plan was made.
-    ``scratch`` and ``backward_scratch`` are the temporary buffers that the door hands to forward and backward.
+    ``scratch``, ``backward_scratch`` and ``measure_scratch`` are the temporary buffers that the door hands to those faces.
     ``extra`` holds what the operation itself wants to remember.
     """
 
@@ -62,6 +62,7 @@ class Plan:
     scratch: dict[str, Meta] = field(default_factory=dict)
     backward_scratch: dict[str, Meta] = field(default_factory=dict)
     extra: Any = None
+    measure_scratch: dict[str, Meta] = field(default_factory=dict)
 
 
 class Operation:
@@ -83,6 +84,11 @@ class Operation:
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         """Fill ``outputs`` and ``saved``."""
+        raise NotImplementedError
+
+    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+        """Fill the amax outputs of the operands that are known before any product, and nothing else. A door that reduces amaxes over
+        devices calls this, reduces, and hands the result to a forward whose ``Quant.source`` is "amax"."""
         raise NotImplementedError
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:

@@ -26,7 +26,7 @@ class Embedding(Module):
         self._spec = EmbeddingSpec(num_embeddings, embedding_dim, dtype)
 
     def forward(self, ids: Any) -> Tensor:
-        """``ids``: int32 or int64 of any shape, in [0, num_embeddings); an id out of range gives NaN. Returns (*ids.shape, embedding_dim)."""
+        """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range gives NaN. Returns (*ids.shape, embedding_dim)."""
         return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight})["y"]
 
 

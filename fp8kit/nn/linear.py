@@ -31,7 +31,8 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
         sizes = {name: out_features // max(len(names), 1) for name in names}
     named = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
     if not named or len(named) != len(sizes) or sum(named.values()) != out_features or min(named.values()) < 1:
-        raise Fp8kitError(expected(operation, "parameters_split", repr(parameters_split), f"different names whose sizes sum to {out_features}"))
+        wanted = f"different names whose sizes sum to {out_features}"
+        raise Fp8kitError(expected(operation, "parameters_split", repr(parameters_split), wanted))
     return named
 
 
@@ -106,7 +107,7 @@ class Linear(LinearBase):
             amax_of(weight.view, amaxes[1])
 
     def forward(self, inp: Any, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
-        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and keeps it, False takes the kept one.
+        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and keeps it, False takes it.
 
         Returns h (..., N), with ``return_bias`` also the bias. ``fp8_output`` and ``fp8_grad`` are not supported yet.
         """

@@ -20,9 +20,9 @@ from fp8kit.ops.product import ProductSpec
 class LayerNormLinear(LinearBase):
     """y = norm(x) W^T + b; under ``autocast`` the normalisation writes FP8 itself.
 
-    ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there. ``return_layernorm_output``: also return norm(x).
-    Other arguments as ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K), ``bias`` (N,) or their
-    ``parameters_split`` names.
+    ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there. ``return_layernorm_output``: also return
+    norm(x). Other arguments as ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K), ``bias``
+    (N,) or their ``parameters_split`` names.
     """
 
     operation = norm_linear

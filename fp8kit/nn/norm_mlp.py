@@ -24,8 +24,8 @@ from fp8kit.ops.quant import Fp8
 class LayerNormMLP(Fp8Module):
     """y = act(norm(x) W1^T + b1) W2^T + b2.
 
-    * ``hidden_size`` H, ``ffn_hidden_size`` F. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (H,), ``fc1_weight`` (F, H), ``fc1_bias`` (F,),
-      ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with "swiglu" fc1 has 2 F rows: the gate's half first.
+    * ``hidden_size`` H, ``ffn_hidden_size`` F. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (H,), ``fc1_weight`` (F, H),
+      ``fc1_bias`` (F,), ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with "swiglu" fc1 has 2 F rows: the gate's half first.
     * ``activation``: "gelu" (tanh form), "relu", "silu" or "swiglu".
     * ``init_method``, ``output_layer_init_method``: for fc1's and fc2's weight; None is normal(0, 0.023).
     * ``return_bias``: fc2's bias is returned, not added. ``return_layernorm_output``: also return norm(x). Others as ``LayerNormLinear``.
@@ -35,8 +35,8 @@ class LayerNormMLP(Fp8Module):
     operation = norm_mlp
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, return_bias: bool = False, init_method: Init | None = None,
-                 bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu", activation_params: Any = None,
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, return_bias: bool = False,
+                 init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu", activation_params: Any = None,
                  output_layer_init_method: Init | None = None, params_dtype: Any = None, return_layernorm_output: bool = False,
                  zero_centered_gamma: bool = False, device: Any = None, name: str | None = None, checkpoint: bool = False) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class LayerNormMLP(Fp8Module):
         kernels.act_fwd(h, bias, act, amaxes[3], None, self.activation, stream)
 
     def forward(self, inp: Any, is_first_microbatch: bool | None = None) -> Any:
-        """``inp``: h (..., H). Returns y (..., H), or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
+        """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
         bias = "add" if self.use_bias and not self.return_bias else "none"
         out = self.branch(as_tensor("LayerNormMLP", "inp", inp), is_first_microbatch, bias, return_norm=self.return_layernorm_output)
         parts: list[Any] = [out["y"]]
@@ -97,7 +97,7 @@ class LayerNormMLP(Fp8Module):
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
                return_norm: bool = False) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for; ``bias`` is fc2's, as ``Linear``."""
+        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for; ``bias``: fc2's."""
         inputs: Inputs = {
             "x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, "fc1_weight0": self.fc1_weight,
             "fc1_bias0": self.fc1_bias, "fc2_weight0": self.fc2_weight, "fc2_bias0": None if bias == "none" else self.fc2_bias,

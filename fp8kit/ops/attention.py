@@ -137,8 +137,17 @@ class Attention(Operation):
         q, k, v = _views(plan, inputs)
         lse = saved["lse"] if plan.signature.saved else scratch["lse"]
         plan.kernels.attention_fwd(
-            q, k, v, _heads_apart(outputs["o"], q), lse, inputs.get("cu_seqlens_q"), inputs.get("cu_seqlens_kv"),
-            inputs["rng"] if spec.dropout else None, spec, scratch["workspace"], stream,
+            q,
+            k,
+            v,
+            _heads_apart(outputs["o"], q),
+            lse,
+            inputs.get("cu_seqlens_q"),
+            inputs.get("cu_seqlens_kv"),
+            inputs["rng"] if spec.dropout else None,
+            spec,
+            scratch["workspace"],
+            stream,
         )
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
@@ -147,9 +156,22 @@ class Attention(Operation):
         q, k, v = _views(plan, kept)
         dq, dk, dv = _views(plan, {name: grads.get(name) or scratch[name] for name in LAYOUTS[spec.layout]})
         plan.kernels.attention_bwd(
-            _heads_apart(cotangents["o"], q), q, k, v, _heads_apart(kept["o"], q), saved["lse"], dq, dk, dv,
-            kept.get("cu_seqlens_q"), kept.get("cu_seqlens_kv"), kept["rng"] if spec.dropout else None,
-            spec, spec.deterministic, scratch["workspace"], stream,
+            _heads_apart(cotangents["o"], q),
+            q,
+            k,
+            v,
+            _heads_apart(kept["o"], q),
+            saved["lse"],
+            dq,
+            dk,
+            dv,
+            kept.get("cu_seqlens_q"),
+            kept.get("cu_seqlens_kv"),
+            kept["rng"] if spec.dropout else None,
+            spec,
+            spec.deterministic,
+            scratch["workspace"],
+            stream,
         )
 
 

@@ -55,6 +55,11 @@ class Linear(Operation):
             p.cast_x(plan.kernels, x2, inputs, outputs, saved, scratch, stream)
         p.fprop(plan.kernels, x2, inputs, outputs, saved, scratch, y.rows(), stream)
 
+    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+        x = inputs["x"]
+        assert x is not None
+        plan.extra.measure(plan.kernels, x.rows(), inputs, outputs, stream)
+
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
         p: Product = plan.extra
         g = cotangents["y"]

@@ -86,6 +86,20 @@ class NormStage:
             p.cast_x(k, normed, inputs, outputs, saved, scratch, stream, amax_known=current)
         return normed
 
+    def measure(self, k: Any, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+        """Max-accumulate the amaxes of norm(x) and of the weight. Scratch: the plan's ``measure_scratch``."""
+        s, x = self.norm, inputs["x"]
+        assert x is not None
+        k.norm_fwd(
+            x.rows(), inputs["norm_weight"], inputs.get("norm_bias"), scratch["normed"], scratch.get("mean"), scratch["rstd"],
+            outputs[f"{self.product.spec.prefix}x_amax"], None, s.normalization, s.epsilon, s.zero_centered_gamma, stream,
+        )  # fmt: skip
+        self.product.measure_weight(k, inputs, outputs, stream)
+
+    def measure_scratch(self) -> dict[str, Meta]:
+        """Temporaries of ``measure``."""
+        return {"normed": self.meta()} | self.norm.saved(self.product.m)
+
     def backward(
         self, k: Any, dnormed: ArrayView, kept: Views, saved: Views, residual: ArrayView | None, grads: Views, scratch: Views, stream: int
     ) -> None:
@@ -142,7 +156,11 @@ class NormLinear(Operation):
         space = max(p.workspace(kernels), kernels.norm_bwd_workspace(p.m, p.k), 1)
         common = {"workspace": Meta((space,), uint8)}
         backward = p.backward_scratch() | ({"dnormed": stage.meta()} if p.needs_x else {}) | common
-        return Plan(spec, self.infer(spec, metas, needs), kernels, p.scratch() | stage.scratch() | common, backward, stage)
+        forward = p.scratch() | stage.scratch() | common
+        return Plan(spec, self.infer(spec, metas, needs), kernels, forward, backward, stage, stage.measure_scratch())
+
+    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+        plan.extra.measure(plan.kernels, inputs, outputs, scratch, stream)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         stage: NormStage = plan.extra

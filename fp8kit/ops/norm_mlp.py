@@ -129,7 +129,12 @@ class NormMLP(Operation):
                 backward["dh"] = Meta((fc1.m, fc1.n), x.dtype)
         if fc1.needs_x:
             backward["dnormed"] = st.norm.meta()
-        return Plan(spec, signature, kernels, forward, backward, st)
+        return Plan(spec, signature, kernels, forward, backward, st, st.norm.measure_scratch())
+
+    def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
+        st: _Stages = plan.extra
+        st.norm.measure(plan.kernels, inputs, outputs, scratch, stream)
+        st.fc2.measure_weight(plan.kernels, inputs, outputs, stream)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         st: _Stages = plan.extra

@@ -240,6 +240,18 @@ class Product:
                 part, Cast(f.w.format, q, q_t, scale, scale_inv, amax if f.w.source == "scale" else None), None, None, stream
             )
 
+    def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
+        """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs."""
+        p = self.spec.prefix
+        k.amax(x, outputs[f"{p}x_amax"], x.shape, stream)
+        self.measure_weight(k, inputs, outputs, stream)
+
+    def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
+        """Max-accumulate the weight's amax into its output, where the weight is not cached."""
+        for name in () if self.spec.weight_cached else self.weights:
+            part = _given(inputs, name)
+            k.amax(part, outputs[f"{self.spec.prefix}w_amax"], part.shape, stream)
+
     def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
         """y = x W^T (+ bias). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel."""
         p, s, f = self.spec.prefix, self.spec, self.spec.fp8

@@ -64,6 +64,9 @@ struct relu {
 
 constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
 
+// Blocks that shall fit a multiprocessor: as many as the registers for 4 x 8 elements of each array allow without spilling.
+constexpr int FWD_BLOCKS = sizeof(T) == 4 ? 2 : PARTS == 1 ? 4 : 3, BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 4 - PARTS;
+
 // Where the calling thread stands: 4 rows from `row`, 8 columns from `column` of y.
 struct Place {
   i64 tile_row, tile_column, row, column;
@@ -106,7 +109,7 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
 }
 
 // x: (M, PARTS * F), y: (M, F).
-extern "C" __global__ void __launch_bounds__(THREADS) act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles,
+extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS) act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles,
                                                               Cast cast) {
   __shared__ alignas(16) u32 tile[TILE_WORDS];
   __shared__ float shared[32];
@@ -151,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) act_fwd(const T* x, const 
 }
 
 // dy: (M, F), x and dx: (M, PARTS * F). partial: float32 (row blocks, PARTS * F), the column sums of each block's rows, or null.
-extern "C" __global__ void __launch_bounds__(THREADS) act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F,
+extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS) act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F,
                                                               i64 column_tiles, i64 tiles, Cast cast) {
   __shared__ alignas(16) u32 tile[TILE_WORDS];
   __shared__ float shared[32];

@@ -9,7 +9,8 @@ import pytest
 
 from fp8kit import arrays, autograd, codec, formats
 from fp8kit.arrays import ArrayView
-from fp8kit.autograd import Tensor, apply, tensor
+from fp8kit.autograd import Tensor, apply, rules, tensor
+from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec, add, dropout_add
@@ -169,7 +170,7 @@ def test_norm_mlp_gradients_with_residual(activation: str) -> None:
 
 @pytest.mark.parametrize("fp8", [DELAYED, CURRENT], ids=["delayed", "current"])
 def test_fused_mlp_equals_its_parts_bit_for_bit(fp8: Fp8) -> None:
-    """norm_mlp in FP8 is norm, linear, activation, linear: the same codes, so the same bits (the activation is taken from norm_mlp in parts)."""
+    """norm_mlp in FP8 is norm, linear, activation, linear: the same codes, so the same bits."""
     x, g = normal(20, 24), normal(20, 24)
     nw, nb, w1, b1, w2, b2 = normal(24), normal(24), normal(40, 24) / 5, normal(40), normal(24, 40) / 6, normal(24)
     scale = {f"fc{i}_{n}_scale": one(v) for i in (1, 2) for n, v in (("x", 50.0), ("w", 300.0))} if fp8 is DELAYED else {}
@@ -299,3 +300,17 @@ def test_zero_rows() -> None:
         assert y.shape == (0, 40)
         assert_same_bits("dw", w.grad.numpy(), np.zeros((40, 24), np.float32))
         assert_same_bits("db", b.grad.numpy(), np.zeros(40, np.float32))
+
+
+def test_measure_gives_the_amax_that_a_later_forward_takes() -> None:
+    """Measure, then a forward with the amax from outside, equals current scaling bit for bit: what doors that reduce over devices do."""
+    x, nw, nb, w, b = normal(20, 24), normal(24), normal(24), normal(40, 24), normal(40)
+    inputs = {"x": tensor(x), "norm_weight": tensor(nw), "norm_bias": tensor(nb), "weight0": tensor(w), "bias0": tensor(b)}
+    specs = {f: NormLinearSpec(NormSpec(24), ProductSpec(24, (40,), fp8=f)) for f in (CURRENT, GIVEN)}
+    want = apply(norm_linear, specs[CURRENT], inputs)["y"].numpy()
+    amax = {"x_amax": one(0.0), "w_amax": one(0.0)}
+    given = inputs | {f"{name}_in": view for name, view in amax.items()}
+    views = {name: v if isinstance(v, ArrayView) else v.view for name, v in given.items()}
+    plan = rules.plan_for(norm_linear, specs[GIVEN], views, (), dispatch.kernels(arrays.CPU))
+    norm_linear.measure(plan, views, amax, rules.allocate(plan.measure_scratch, arrays.CPU), 0)
+    assert_same_bits("y", apply(norm_linear, specs[GIVEN], given)["y"].numpy(), want)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import compile as kernel_compiler
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType
@@ -34,6 +35,17 @@ def type_name(dtype: DType) -> str:
         return TYPE_NAMES[dtype.name]
     except KeyError:
         raise BackendError(expected("kernel", "dtype", dtype, f"one of {', '.join(TYPE_NAMES)}")) from None
+
+
+def row_stride(view: ArrayView) -> int:
+    """Distance of a matrix's rows in elements; at least its columns, also where there is only one row."""
+    strides = view._strides
+    return view.shape[-1] if strides is None else max(strides[-2], view.shape[-1])
+
+
+def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) -> int:
+    """A one-dimensional grid for ``jobs`` in a grid-stride loop: as many blocks as they fill, at most ``waves`` a multiprocessor."""
+    return min(-(-jobs // jobs_per_block), waves * sm_count(device_index))
 
 
 class Kernel:

@@ -131,7 +131,8 @@ def _cast_by_codec(x: Array, q: Array, scale: Array, tile: tuple[int, int], fmt:
             q[rows] = codec.encode(scaled, fmt, "nearest", saturate)
         else:
             random = np.empty(scaled.size, np.uint32)
-            words(*rng.numpy(), top * n, random)
+            seed, offset = rng.numpy()
+            words(seed, offset, top * n, random)
             q[rows] = codec.encode(scaled, fmt, "stochastic", saturate, random.reshape(scaled.shape))
 
 

@@ -50,7 +50,8 @@ def _grid(shape: tuple[int, ...], tile: Tile) -> Tile:
 
 def _spread(per_tile: Array, shape: tuple[int, ...], tile: Tile) -> Array:
     down, across = np.indices(shape)
-    return per_tile.reshape(_grid(shape, tile))[down // tile[0], across // tile[1]]
+    spread: Array = per_tile.reshape(_grid(shape, tile))[down // tile[0], across // tile[1]]
+    return spread
 
 
 def _amax(x: Array, tile: Tile, start: float = 0.0) -> Array:

@@ -1,0 +1,230 @@
+"""Matrix products by cuBLASLt: a problem as a value, a plan made once for it, and a run that only patches pointers.
+
+Everything is said row-major here; cuBLASLt is column-major and computes the transposed problem, out^T = op(b)^T op(a)^T, in which a
+row-major matrix is the transposed column-major one of the same memory. So its A is our b, and the two inputs' scales swap with them.
+Rules and types: NVIDIA's cuBLAS documentation, cublasLtMatmul.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8kit.backends.cuda import launch
+from fp8kit.errors import BackendError
+from fp8kit.formats import DType, float32
+
+WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
+_CANDIDATES = 8
+_COMPUTE_32F = 68  # float32 throughout: no TF32
+_FLOAT32 = float32.cuda
+
+# cublasLtMatmulDescAttributes_t
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE, _FAST_ACCUMULATE = 3, 4, 7, 8, 26, 25
+_A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
+# cublasLtMatrixLayoutAttribute_t, cublasLtMatmulPreferenceAttributes_t, cublasLtEpilogue_t, cublasLtMatmulMatrixScale_t
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6
+_MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
+_EPILOGUE_BIAS = 4
+_SCALE_MODES = {"tensor": 0, "row": 3}
+
+
+@dataclass(frozen=True)
+class MatmulKey:
+    """One matrix product, row-major: out (m, n) = alpha * op(a) op(b) [* scales] [+ bias] [+ out].
+
+    * ``layout``: "nt" a (m, k), b (n, k); "nn" a (m, k), b (k, n); "tn" a (k, m), b (k, n). FP8 takes "nt" only.
+    * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``, ``b_stride``, ``out_stride``: distance of rows,
+      in elements.
+    * ``batch``: number of products; ``a_step``, ``b_step``, ``out_step``: distance of neighbouring matrices, in elements (0: the same one).
+    * ``bias``: n elements of out's type are added to every row. ``accumulate``: the result is added onto out.
+    * ``scaling``: None, or where the inputs are multiplied by their scale_inv: "tensor" (float32 [1]) or "row" (float32 [m], [n]).
+    * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the product may use.
+    * ``alignment``: what every pointer is a multiple of, in bytes.
+    """
+
+    m: int
+    n: int
+    k: int
+    layout: Literal["nt", "nn", "tn"]
+    a: DType
+    b: DType
+    out: DType
+    a_stride: int
+    b_stride: int
+    out_stride: int
+    batch: int = 1
+    a_step: int = 0
+    b_step: int = 0
+    out_step: int = 0
+    alpha: float = 1.0
+    bias: bool = False
+    accumulate: bool = False
+    scaling: Literal["tensor", "row"] | None = None
+    fast_accumulate: bool = False
+    workspace: int = WORKSPACE
+    alignment: int = 16
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A column-major matrix: ``rows`` x ``columns``, ``ld`` between columns, transposed or not before the product."""
+
+    rows: int
+    columns: int
+    ld: int
+    step: int
+    dtype: DType
+    transposed: bool = False
+
+
+def operands(key: MatmulKey) -> tuple[Operand, Operand, Operand]:
+    """cuBLASLt's A, B and D for a problem: our b, our a and our out, each read column-major."""
+    a_rows, a_columns = (key.k, key.m) if key.layout == "tn" else (key.m, key.k)
+    b_rows, b_columns = (key.n, key.k) if key.layout == "nt" else (key.k, key.n)
+    first = Operand(b_columns, b_rows, key.b_stride, key.b_step, key.b, key.layout == "nt")
+    second = Operand(a_columns, a_rows, key.a_stride, key.a_step, key.a, key.layout == "tn")
+    return first, second, Operand(key.n, key.m, key.out_stride, key.out_step, key.out)
+
+
+@functools.cache
+def library() -> Any:
+    """``nvmath.bindings.cublasLt``; BackendError where nvmath is missing."""
+    try:
+        from nvmath.bindings import cublasLt as module
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(f"cublaslt: nvmath cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
+    return module
+
+
+@functools.cache
+def _handle(device_index: int) -> int:
+    with launch.current_device(device_index):
+        try:
+            return int(library().create())
+        except RuntimeError as error:
+            raise BackendError(f"cublaslt: no handle on cuda:{device_index}: {error}") from error
+
+
+class Plan:
+    """Descriptors and algorithms of one ``MatmulKey`` on one device. ``run`` may be called from several threads.
+
+    ``algorithms`` counts the heuristic's candidates, best first; ``choose(i)`` takes another than the first.
+    """
+
+    def __init__(self, key: MatmulKey, device_index: int) -> None:
+        self.key = key
+        self.device = device_index
+        self._lt = library()
+        self._handle = _handle(device_index)
+        self._matmul = self._lt.matmul
+        self._set = self._lt.matmul_desc_set_attribute
+        self._get_device = launch.runtime().getDevice
+        self._lock = threading.Lock()
+        # host memory that cuBLASLt reads: scalars at each call, pointers when they are set
+        self._scalars = (ctypes.c_float * 2)(key.alpha, 1.0 if key.accumulate else 0.0)
+        self._alpha = ctypes.addressof(self._scalars)
+        self._beta = self._alpha + 4
+        self._pointer = ctypes.c_uint64(0)
+        self._pointer_at = ctypes.addressof(self._pointer)
+        self._known = [0, 0, 0]  # A's scale, B's scale, bias, as the descriptor has them
+        try:
+            with launch.current_device(device_index):
+                self._describe()
+                self._find()
+        except RuntimeError as error:
+            raise BackendError(f"cublaslt: {key} on cuda:{device_index}: {error}") from error
+
+    def _describe(self) -> None:
+        key, lt = self.key, self._lt
+        first, second, result = operands(key)
+        self._description = lt.matmul_desc_create(_COMPUTE_32F, _FLOAT32)
+        self._attribute(_TRANSA, int(first.transposed), ctypes.c_int32)
+        self._attribute(_TRANSB, int(second.transposed), ctypes.c_int32)
+        if key.bias:
+            self._attribute(_EPILOGUE, _EPILOGUE_BIAS, ctypes.c_int32)
+            self._attribute(_BIAS_TYPE, key.out.cuda, ctypes.c_int32)
+        if key.scaling is not None:
+            self._attribute(_FAST_ACCUMULATE, int(key.fast_accumulate), ctypes.c_int8)
+            self._attribute(_A_SCALE_MODE, _SCALE_MODES[key.scaling], ctypes.c_int32)
+            self._attribute(_B_SCALE_MODE, _SCALE_MODES[key.scaling], ctypes.c_int32)
+        self._layouts = tuple(self._layout(operand) for operand in (first, second, result))
+
+    def _attribute(self, attribute: int, value: int, kind: Any) -> None:
+        buffer = kind(value)
+        self._set(self._description, attribute, ctypes.addressof(buffer), ctypes.sizeof(buffer))
+
+    def _layout(self, operand: Operand) -> int:
+        layout = self._lt.matrix_layout_create(operand.dtype.cuda, operand.rows, operand.columns, operand.ld)
+        if self.key.batch != 1:
+            count, step = ctypes.c_int32(self.key.batch), ctypes.c_int64(operand.step)
+            self._lt.matrix_layout_set_attribute(layout, _BATCH_COUNT, ctypes.addressof(count), 4)
+            self._lt.matrix_layout_set_attribute(layout, _BATCH_STRIDE, ctypes.addressof(step), 8)
+        return int(layout)
+
+    def _find(self) -> None:
+        lt, key = self._lt, self.key
+        preference = lt.matmul_preference_create()
+        limit, alignment = ctypes.c_uint64(key.workspace), ctypes.c_uint32(key.alignment)
+        lt.matmul_preference_set_attribute(preference, _MAX_WORKSPACE, ctypes.addressof(limit), 8)
+        for attribute in _ALIGNMENTS:
+            lt.matmul_preference_set_attribute(preference, attribute, ctypes.addressof(alignment), 4)
+        self._results = lt.MatmulHeuristicResult(_CANDIDATES)
+        found = ctypes.c_int(0)
+        a, b, d = self._layouts
+        try:
+            lt.matmul_algo_get_heuristic(
+                self._handle, self._description, a, b, d, d, preference, _CANDIDATES, self._results.ptr, ctypes.addressof(found)
+            )
+        finally:
+            lt.matmul_preference_destroy(preference)
+        self.algorithms = found.value
+        if not self.algorithms:
+            raise BackendError(f"cublaslt: no algorithm for {key}")
+        self.choose(0)
+
+    def choose(self, index: int) -> None:
+        """Take the heuristic's candidate number ``index`` from now on."""
+        if not 0 <= index < self.algorithms:
+            raise BackendError(f"cublaslt: algorithm: got {index}, expected one of {self.algorithms}")
+        # the algorithm is the first member of each result
+        self._algorithm = self._results.ptr + index * int(np.dtype(self._lt.matmul_heuristic_result_dtype).itemsize)
+
+    def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int, stream: int) -> None:
+        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle. BackendError when cuBLASLt refuses."""
+        if self._get_device() != self.device:
+            with launch.current_device(self.device):
+                self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream)
+            return
+        first, second, result = self._layouts
+        with self._lock:  # the descriptor holds this call's pointers
+            known = self._known
+            if known[0] != b_scale:
+                self._patch(0, _A_SCALE, b_scale)
+            if known[1] != a_scale:
+                self._patch(1, _B_SCALE, a_scale)
+            if known[2] != bias:
+                self._patch(2, _BIAS_POINTER, bias)
+            try:
+                self._matmul(
+                    self._handle, self._description, self._alpha, b, first, a, second, self._beta, out, result, out, result,
+                    self._algorithm, workspace, workspace_bytes, stream,
+                )
+            except RuntimeError as error:
+                raise BackendError(f"cublaslt: {self.key} on cuda:{self.device}: {error}") from error
+
+    def _patch(self, slot: int, attribute: int, pointer: int) -> None:
+        self._pointer.value = pointer
+        self._set(self._description, attribute, self._pointer_at, 8)
+        self._known[slot] = pointer
+
+
+@functools.cache
+def plan(key: MatmulKey, device_index: int) -> Plan:
+    """The plan of a problem on a device, made at its first use. BackendError where cuBLASLt is missing or has no algorithm for it."""
+    return Plan(key, device_index)

@@ -1,0 +1,122 @@
+"""The contract's matrix products on cuBLASLt.
+
+A call looks its plan up by shapes, strides and dtypes and launches it. What cuBLASLt cannot write directly (an FP8 product whose sizes
+are not multiples of 16, a bias of another dtype than the output's) goes through float32 and one small kernel, so that every output is still
+rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit import formats
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan, plan
+from fp8kit.backends.protocol import Layout
+from fp8kit.errors import BackendError, expected
+from fp8kit.formats import DType, Format, float32
+
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+_ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones want
+
+
+def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, accumulate: bool,
+         workspace: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses."""
+    m, n = out.shape
+    if not (m and n):
+        return
+    k = a.shape[0] if layout == "tn" else a.shape[1]
+    late_bias = bias is not None and bias.dtype is not out.dtype
+    if k == 0:
+        _finish(None, 0, bias, out, accumulate, stream)
+        return
+    fused = bias is not None and not late_bias
+    a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
+    aligned = not (a.ptr | b.ptr | out.ptr | (bias.ptr if fused and bias is not None else 0)) % _ALIGNMENT
+    limit = _usable(workspace)
+    quick = (out.device.index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit)
+    ready = _PLANS.get(quick)
+    if ready is None:
+        key = MatmulKey(m, n, k, layout, a.dtype, b.dtype, out.dtype, a_stride, b_stride, out_stride, bias=fused, accumulate=accumulate,
+                        workspace=limit, alignment=_ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize))
+        ready = _PLANS[quick] = plan(key, out.device.index)
+    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias.ptr if fused and bias is not None else 0, workspace.ptr if workspace and limit else 0, limit, stream)
+    if late_bias:
+        _finish(out.ptr, out_stride, bias, out, False, stream)
+
+
+def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView, b_scale_inv: ArrayView,
+             bias: ArrayView | None, accumulate: bool, fast_accumulate: bool, workspace: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``. Where the sizes are not multiples of 16, the workspace must have ``fp8_gemm_workspace`` bytes.
+
+    BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a workspace that is too small.
+    """
+    m, n = out.shape
+    if not (m and n):
+        return
+    padded_m, k = a.shape
+    padded_n = b.shape[0]
+    if k == 0:
+        _finish(None, 0, bias, out, accumulate, stream)
+        return
+    index, out_stride = out.device.index, launch.row_stride(out)
+    # float32 outputs take a bfloat16 bias only, so theirs is added afterwards
+    fused = bias is not None and out.dtype is not float32
+    padded = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | (bias.ptr if fused and bias is not None else 0)) % _ALIGNMENT != 0
+    scaling = "tensor" if a_scale_inv.size == 1 and b_scale_inv.size == 1 else "row"
+    limit = _usable(workspace)
+    quick = (index, padded_m, padded_n, k, a_format, b_format, padded or out.dtype, out_stride, fused, accumulate, fast_accumulate, scaling, limit)
+    ready = _PLANS.get(quick)
+    if ready is None:
+        key = MatmulKey(
+            padded_m, padded_n, k, "nt", _code_type(a_format), _code_type(b_format), float32 if padded else out.dtype,
+            launch.row_stride(a), launch.row_stride(b), padded_n if padded else out_stride, bias=fused and not padded,
+            accumulate=accumulate and not padded, scaling=scaling, fast_accumulate=fast_accumulate, workspace=limit, alignment=_ALIGNMENT,
+        )  # type: ignore[arg-type]
+        ready = _PLANS[quick] = plan(key, index)
+    scratch = workspace.ptr if workspace is not None and limit else 0
+    if not padded:
+        ready.run(a.ptr, b.ptr, out.ptr, a_scale_inv.ptr, b_scale_inv.ptr, bias.ptr if fused and bias is not None else 0, scratch, limit, stream)
+        if bias is not None and not fused:
+            _finish(out.ptr, out_stride, bias, out, False, stream)
+        return
+    wanted = fp8_gemm_workspace(m, n) if padded_m != m or padded_n != n else WORKSPACE + 4 * m * n
+    if workspace is None or workspace.size < wanted:
+        got = "None" if workspace is None else f"{workspace.size} bytes"
+        raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
+    product = workspace.ptr + WORKSPACE
+    ready.run(a.ptr, b.ptr, product, a_scale_inv.ptr, b_scale_inv.ptr, 0, scratch, limit, stream)
+    _finish(product, padded_n, bias, out, accumulate, stream)
+
+
+def gemm_workspace() -> int:
+    """See ``backends.protocol``."""
+    return WORKSPACE
+
+
+def fp8_gemm_workspace(rows: int, columns: int) -> int:
+    """See ``backends.protocol``. The padded output is float32."""
+    padded_rows, padded_columns = -(-rows // 16) * 16, -(-columns // 16) * 16
+    return WORKSPACE + (0 if (padded_rows, padded_columns) == (rows, columns) else 4 * padded_rows * padded_columns)
+
+
+def _usable(workspace: ArrayView | None) -> int:
+    """Bytes of a workspace that cuBLASLt gets: all it wants, or none."""
+    return WORKSPACE if workspace is not None and workspace.shape[0] >= WORKSPACE else 0
+
+
+def _code_type(fmt: Format) -> DType:
+    found = formats.dtype_of_format(fmt)
+    if fmt not in (formats.E4M3, formats.E5M2) or found is None:
+        raise BackendError(expected("fp8_gemm", "format", fmt, "E4M3 or E5M2"))
+    return found
+
+
+def _finish(product: int | None, stride: int, bias: ArrayView | None, out: ArrayView, accumulate: bool, stream: int) -> None:
+    m, n = out.shape
+    index, name = out.device.index, launch.type_name(out.dtype)
+    kernel = launch.kernel("gemm.cu", "finish", index, T=name, B=name if bias is None else launch.type_name(bias.dtype))
+    args = (product or 0, 0 if bias is None else bias.ptr, out.ptr, m, n, stride, launch.row_stride(out), accumulate)
+    launch.launch(kernel, launch.blocks(m * n, 256, index), 256, args, stream)

@@ -1,0 +1,319 @@
+"""FP8 arrays: codes with their scaling, made by ``quantize`` and multiplied by ``@``.
+
+``value = decode(code) * scale_inv``, one scale a tensor, a row or a block (Micikevicius et al. 2022, FP8 Formats for Deep Learning, for the
+scale of a tensor; DeepSeek-V3 technical report, 2024, 3.3.2, for 1x128 and 128x128 blocks; OCP Microscaling Formats 1.0 for mx_1x32).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fp8kit import arrays, formats
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends import dispatch
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.formats import E4M3, E5M2, Format
+
+# scaling -> size of a tile of a matrix (rows, columns)
+_TILES: dict[str, Callable[[int, int], tuple[int, int]]] = {
+    "tensor": lambda rows, columns: (max(rows, 1), max(columns, 1)),
+    "row": lambda rows, columns: (1, max(columns, 1)),
+    "block_1x128": lambda rows, columns: (1, 128),
+    "block_128x128": lambda rows, columns: (128, 128),
+    "mx_1x32": lambda rows, columns: (1, 32),
+}
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+# what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
+_BLOCK_MAX = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
+
+
+def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "tensor", rounding: str = "nearest",
+             saturate: bool = True, rng: Any = None) -> Float8Tensor:
+    """``encode(x * scale)`` as a Float8Tensor of x's library and device.
+
+    * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are the rows. A float64 array
+      is first rounded to float32.
+    * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid of blocks. None: current
+      scaling, ``format.max / amax`` (1 where amax is 0, Inf or NaN), rounded down to a power of two for the blocks and mx, whose scales
+      are thus E8M0 values.
+    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32" (rows x columns of a tile; tiles at the edges are smaller).
+    * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of Philox4x32-10.
+    * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has no Inf. NaN stays NaN.
+
+    Raises FormatError for a dtype, scaling, rounding or format that does not fit, ShapeError for a scale of another shape.
+    """
+    view = arrays.as_view(x)
+    if not view.dtype.floating:
+        raise FormatError(expected("quantize", "x", view.dtype.name, "float32, bfloat16, float16 or float64"))
+    if not isinstance(format, Format):
+        raise FormatError(expected("quantize", "format", repr(format), "a fp8kit Format such as E4M3"))
+    if not saturate and format.nan_code is None:
+        raise FormatError(expected("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True"))
+    where = view.device
+    state = _rng(rounding, rng, where)
+    rows = arrays.contiguous(view).rows()
+    tile, grid = _tiling(scaling, rows.shape)
+    kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
+    scale_inv = arrays.empty(grid, formats.float32, where)
+    if scale is None:
+        factors = arrays.empty(grid, formats.float32, where)
+        amax = arrays.zeros(grid, formats.float32, where)
+        values = rows if view.dtype is not formats.float64 else _narrowed(rows)
+        kernels.amax(values, amax, tile, stream)
+        blocks = scaling not in ("tensor", "row")
+        for_inf = _BLOCK_MAX.get(view.dtype.name, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
+        kernels.scale_from_amax(amax, factors, scale_inv, format.max, blocks, 0.0, for_inf, stream)
+    else:
+        factors = _scale(scale, grid, where)
+    codes = arrays.empty(view.shape, formats.uint8, where)
+    kernels.quantize(rows, codes.reshape(*rows.shape), factors, scale_inv, None, format, tile, saturate, state, stream)
+    return Float8Tensor(arrays.to_library(codes, x), arrays.to_library(scale_inv, x), format, scaling)
+
+
+class Float8Tensor:
+    """Codes, their format and their scaling: an array of ``decode(data) * scale_inv``.
+
+    * ``data``: uint8 of ``shape``, an array of the library that it came from; native float8 arrays are taken as their codes.
+    * ``scale_inv``: float32, one a tile: (1,) for "tensor", (rows, 1) for "row", (ceil(rows / r), ceil(columns / c)) for r x c blocks, with
+      all leading dimensions flattened into rows.
+    * ``format``, ``scaling``: see ``quantize``.
+
+    Nothing is copied. Comparison is by identity; compare ``data`` and ``scale_inv`` or dequantised values. Raises FormatError for data that
+    are no codes of ``format``, ShapeError for a ``scale_inv`` of the wrong size.
+    """
+
+    __slots__ = ("_codes", "_data", "_flipped", "_scale_inv", "format", "scale_inv", "scaling")
+
+    def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
+        codes = arrays.as_view(data)
+        if codes.dtype is not formats.uint8 and codes.dtype.format != format:
+            raise FormatError(expected("Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}"))
+        if not codes.contiguous:
+            raise ShapeError(expected("Float8Tensor", "data", f"strides {codes.strides}", "C-contiguous"))
+        native = codes.dtype is not formats.uint8
+        self._codes = codes.view(formats.uint8)
+        self._data = arrays.to_library(self._codes, data) if native else data
+        self._flipped = False
+        self.format = format
+        self.scaling = scaling
+        grid = _tiling(scaling, self._codes.rows().shape)[1]
+        self._scale_inv = arrays.as_view(scale_inv)
+        self.scale_inv = scale_inv
+        if self._scale_inv.dtype is not formats.float32 or self._scale_inv.size != math.prod(grid):
+            got = f"{self._scale_inv.dtype.name} {self._scale_inv.shape}"
+            raise ShapeError(expected("Float8Tensor", "scale_inv", got, f"float32 {grid} for scaling {scaling!r}"))
+
+    @property
+    def shape(self) -> Shape:
+        """Extent in elements."""
+        return self._codes.shape[::-1] if self._flipped else self._codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self._codes.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._codes.size
+
+    @property
+    def device(self) -> arrays.Device:
+        """Where the codes live."""
+        return self._codes.device
+
+    @property
+    def data(self) -> Any:
+        """The codes, uint8; of a transposed tensor a strided view."""
+        return arrays.to_library(self._view(), self._data) if self._flipped else self._data
+
+    @property
+    def T(self) -> Float8Tensor:
+        """The transposed matrix over the same memory, as ``a @ b.T`` wants it. ShapeError unless 2-dimensional."""
+        if self.ndim != 2:
+            raise ShapeError(expected("Float8Tensor.T", "shape", self.shape, "2 dimensions"))
+        turned = self._like(self._codes, self._scale_inv)
+        turned._flipped = not self._flipped
+        return turned
+
+    def dequantize(self, dtype: Any = formats.float32) -> Any:
+        """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16), in the data's library."""
+        kind = formats.dtype(dtype)
+        if kind not in formats.HIGH_PRECISION:
+            raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
+        rows = self._codes.rows()
+        out = arrays.empty(self._codes.shape, kind, self.device)
+        dispatch.kernels(self.device).dequantize(
+            rows, out.reshape(*rows.shape), self._scale_inv, self.format, _tiling(self.scaling, rows.shape)[0],
+            arrays.current_stream(self.device),
+        )
+        return arrays.to_library(out.transpose(1, 0) if self._flipped else out, self._data)
+
+    def matmul(self, other: Float8Tensor, dtype: Any = None, fast_accumulate: bool = False) -> Any:
+        """The product of (..., K) and (K, N) as a high-precision array (..., N), accumulated in float32.
+
+        Tensor cores want both operands' rows along K, so ``a @ b.T`` takes the memory as it is, any other orientation costs a copy;
+        so do sizes that are no multiples of 16. ``dtype``: float32, bfloat16 or float16; by default float32 on the CPU, bfloat16
+        elsewhere. ``fast_accumulate``: let the tensor cores accumulate in their own width.
+
+        Raises FormatError for formats other than E4M3 and E5M2, for E5M2 times E5M2, for block scalings, and for one operand
+        scaled by rows and one not, or along K; ShapeError where the inner sizes differ.
+        """
+        if other.ndim != 2 or self.ndim < 1 or self.shape[-1] != other.shape[0]:
+            raise ShapeError(expected("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)"))
+        pair = (self.format, other.format)
+        if any(f not in (E4M3, E5M2) for f in pair) or pair == (E5M2, E5M2):
+            raise FormatError(expected("matmul", "formats", f"{self.format} @ {other.format}", "E4M3 and E5M2, not both E5M2"))
+        if self.scaling != other.scaling or self.scaling not in ("tensor", "row"):
+            got = f"{self.scaling!r} @ {other.scaling!r}"
+            raise FormatError(expected("matmul", "scaling", got, '"tensor" or "row" for both; dequantize for the others'))
+        if self.scaling == "row" and (self._flipped or not other._flipped):
+            raise FormatError(expected("matmul", "scaling", '"row" along the contraction', "a @ b.T with a and b scaled by rows"))
+        if self.device != other.device:
+            raise FormatError(expected("matmul", "other", other.device, f"an array on {self.device}"))
+        where = self.device
+        kind = formats.dtype(dtype) if dtype is not None else formats.float32 if where.kind == "cpu" else formats.bfloat16
+        if kind not in formats.HIGH_PRECISION:
+            raise FormatError(expected("matmul", "dtype", kind.name, "float32, bfloat16 or float16"))
+        kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
+        a = self._view() if self._flipped else self._codes.rows()
+        b = other._view().transpose(1, 0)
+        out = arrays.empty((*self.shape[:-1], other.shape[1]), kind, where)
+        if out.size and self.shape[-1]:
+            a16, b16 = _padded(a, kernels, stream), _padded(b, kernels, stream)
+            scale_a, scale_b = (
+                s if self.scaling == "tensor" else _padded_scales(s, p.shape[0], kernels, stream)
+                for s, p in ((self._scale_inv, a16), (other._scale_inv, b16))
+            )
+            rows = out.rows()
+            room = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
+            kernels.fp8_gemm(a16, b16, rows, self.format, other.format, scale_a, scale_b, None, False, fast_accumulate, room, stream)
+        else:
+            arrays.zero_(out)
+        return arrays.to_library(out, self._data)
+
+    def __matmul__(self, other: object) -> Any:
+        return self.matmul(other) if isinstance(other, Float8Tensor) else NotImplemented
+
+    def reshape(self, *shape: int) -> Float8Tensor:
+        """The same codes under another shape (one -1 is worked out). Only tensor scaling may change the last dimension.
+
+        ShapeError for another number of elements, a transposed tensor, or rows that would be cut or joined.
+        """
+        if self._flipped:
+            raise ShapeError(expected("Float8Tensor.reshape", "self", "a transposed tensor", "one in row-major order"))
+        codes = self._codes.reshape(*shape)
+        if self.scaling != "tensor" and codes.shape[-1:] != self.shape[-1:]:
+            wanted = f"last dimension {self.shape[-1:]} (scaling {self.scaling!r})"
+            raise ShapeError(expected("Float8Tensor.reshape", "shape", shape, wanted))
+        return self._like(codes, self._scale_inv)
+
+    def __getitem__(self, index: int | slice) -> Float8Tensor:
+        """Part of the first dimension: an index, or a slice without a step. Blocks of scales are not cut: ShapeError."""
+        if self._flipped or not self.ndim or not isinstance(index, int | np.integer | slice) or self.scaling not in ("tensor", "row"):
+            got = f"{index!r} of shape {self.shape}{', transposed' if self._flipped else ''}, scaling {self.scaling!r}"
+            raise ShapeError(expected("Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'))
+        count = self.shape[0]
+        if isinstance(index, slice):
+            start, stop, step = index.indices(count)
+            if step != 1:
+                raise ShapeError(expected("Float8Tensor[...]", "step", step, "1"))
+            part = self._codes.slice(0, start, max(stop - start, 0))
+        else:
+            start = int(index) + (count if index < 0 else 0)
+            if not 0 <= start < count:
+                raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
+            part = self._codes.slice(0, start, 1).reshape(*self.shape[1:])
+        scales = self._scale_inv
+        if self.scaling == "row" and self.ndim > 1:
+            each = math.prod(self.shape[1:-1])
+            scales = scales.reshape(-1, 1).slice(0, start * each, part.rows().shape[0])
+        return self._like(part, scales)
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a 0-dimensional Float8Tensor")
+        return self.shape[0]
+
+    def __dlpack__(self, **options: Any) -> object:
+        kind = formats.dtype_of_format(self.format)
+        native = kind is not None and kind.dlpack[1] == 8
+        return (self._view().view(kind) if native and kind else self._view()).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._codes.__dlpack_device__()
+
+    def __repr__(self) -> str:
+        return f"Float8Tensor({self.shape}, {self.format}, scaling={self.scaling!r}, {self.device})"
+
+    def _view(self) -> ArrayView:
+        return self._codes.transpose(1, 0) if self._flipped else self._codes
+
+    def _like(self, codes: ArrayView, scale_inv: ArrayView) -> Float8Tensor:
+        """Another tensor of the same kind over these views, shared with this one's library."""
+        made = object.__new__(Float8Tensor)
+        made._codes, made._scale_inv, made._flipped = codes, scale_inv, False
+        made._data = self._data if codes is self._codes else arrays.to_library(codes, self._data)
+        made.scale_inv = self.scale_inv if scale_inv is self._scale_inv else arrays.to_library(scale_inv, self.scale_inv)
+        made.format, made.scaling = self.format, self.scaling
+        return made
+
+
+def _tiling(scaling: str, shape: Shape) -> tuple[tuple[int, int], Shape]:
+    """Tile size, and the shape of one value a tile."""
+    if scaling not in _TILES:
+        raise FormatError(expected("quantize", "scaling", repr(scaling), f"one of {', '.join(_TILES)}"))
+    tile = _TILES[scaling](*shape)
+    grid = tuple(max(1, -(-n // t)) for n, t in zip(shape, tile, strict=True))
+    return tile, (1,) if scaling == "tensor" else grid
+
+
+def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
+    if rounding not in ("nearest", "stochastic"):
+        raise FormatError(expected("quantize", "rounding", repr(rounding), '"nearest" or "stochastic"'))
+    if (rng is None) != (rounding == "nearest"):
+        raise FormatError(expected("quantize", "rng", rng, 'int64 (seed, offset) with "stochastic", None with "nearest"'))
+    if rng is None:
+        return None
+    state = arrays.as_view(np.array(rng, np.int64) if isinstance(rng, tuple | list) else rng)
+    if state.dtype is not formats.int64 or state.size != 2:
+        raise FormatError(expected("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)"))
+    return arrays.to(arrays.contiguous(state), where)
+
+
+def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
+    plain = isinstance(scale, int | float | np.generic | list | tuple)
+    view = arrays.as_view(np.asarray(scale, np.float32) if plain else scale)
+    # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
+    fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
+    if view.dtype is not formats.float32 or not fits:
+        raise ShapeError(expected("quantize", "scale", f"{view.dtype.name} {view.shape}", f"float32 {grid}"))
+    return arrays.to(arrays.contiguous(view), where)
+
+
+def _narrowed(rows: ArrayView) -> ArrayView:
+    """float64 as float32, by the array's own library."""
+    return arrays.as_view(arrays.provider(rows.device).native(rows).astype(np.float32))
+
+
+def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:
+    """A matrix of codes, C-contiguous, with both sizes multiples of 16: itself, or a copy with zero codes around."""
+    sizes = tuple(-(-n // 16) * 16 for n in codes.shape)
+    if sizes == codes.shape and codes.contiguous:
+        return codes
+    room = arrays.zeros(sizes, formats.uint8, codes.device)
+    kernels.copy(codes, room.slice(0, 0, codes.shape[0]).slice(1, 0, codes.shape[1]), stream)
+    return room
+
+
+def _padded_scales(scales: ArrayView, rows: int, kernels: Any, stream: int) -> ArrayView:
+    if scales.size == rows:
+        return scales.reshape(rows)
+    room = arrays.zeros((rows,), formats.float32, scales.device)
+    kernels.copy(scales.reshape(-1), room.slice(0, 0, scales.size), stream)
+    return room

@@ -1,0 +1,61 @@
+"""The sizes that can be trained by name: one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8kit.errors import Fp8kitError, expected
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A byte-level GPT and how to train it.
+
+    * ``layers``, ``hidden``, ``heads``, ``context``: the model; the feed-forward width is ``4 * hidden``; ``context`` in bytes.
+    * ``sequences``: sequences of ``context`` bytes in a microbatch; ``accumulate``: microbatches in a step.
+    * ``steps``, ``warmup``: optimiser steps; ``learning_rate`` is the peak of a linear warm-up and a cosine down to a tenth of it.
+    * ``weight_decay``: on matrices only; ``clip``: largest norm of all gradients.
+    * ``amax_history``: rows of the delayed-scaling history.
+    * ``statistics_every``: steps between two readings of amax and scale.
+    * ``validation_batches``: microbatches of validation text that the final losses are the mean of.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    context: int
+    sequences: int
+    steps: int
+    warmup: int
+    learning_rate: float
+    accumulate: int = 1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    amax_history: int = 16
+    statistics_every: int = 5
+    validation_batches: int = 8
+
+    @property
+    def tokens(self) -> int:
+        """Bytes that one optimiser step trains on."""
+        return self.context * self.sequences * self.accumulate
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        #       name         layers hidden heads context sequences steps warmup learning rate
+        Preset("tiny", 2, 32, 2, 32, 4, 6, 2, 3e-3, accumulate=2, statistics_every=2, validation_batches=2),
+        Preset("demo-cpu", 4, 128, 4, 128, 16, 300, 30, 3e-3),
+        Preset("demo-gpu", 8, 512, 8, 512, 32, 600, 60, 1e-3, statistics_every=10),
+        Preset("gpt2-small", 12, 768, 12, 1024, 16, 500, 50, 6e-4, statistics_every=10),
+    )
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name; Fp8kitError that lists them where there is none."""
+    if name not in PRESETS:
+        raise Fp8kitError(expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}"))
+    return PRESETS[name]

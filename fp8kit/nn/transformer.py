@@ -1,0 +1,95 @@
+"""``TransformerLayer``: self attention and MLP, each with its norm, its residual and its dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.autograd import Tensor, apply
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit.nn import random
+from fp8kit.nn.attention import MHA_CALL_LATER, MHA_LATER, MultiheadAttention, later
+from fp8kit.nn.embedding import dropout_spec
+from fp8kit.nn.module import Module, as_tensor, not_yet, positive
+from fp8kit.nn.norm import LayerNorm, RMSNorm
+from fp8kit.nn.norm_mlp import LayerNormMLP
+from fp8kit.nn.random import Init
+from fp8kit.ops.dropout_add import dropout_add
+
+_LATER = MHA_LATER | {"parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0, "activation_params": None}
+_CALL_LATER = MHA_CALL_LATER | {"enc_dec_attn_mask": None, "enc_dec_attn_mask_type": None, "enc_dec_window_size": None}
+
+
+class TransformerLayer(Module):
+    """One layer, norms before the branches ::
+
+        a = x + dropout(self_attention(norm(x)))          child self_attention
+        y = a + dropout(mlp(norm(a)))                     child layernorm_mlp
+
+    * ``hidden_size`` H, ``ffn_hidden_size``, ``num_attention_heads``, ``num_gqa_groups``, ``kv_channels``: as the children.
+    * ``hidden_dropout``: of both branches' outputs; ``attention_dropout``: of the attention weights; while training.
+    * ``self_attn_mask_type``: "no_mask", "causal", "padding" or "padding_causal". ``attn_input_format``: "sbhd" or "bshd".
+    * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the attention's input
+      is left out, and one of the layer's output added (child ``layernorm``).
+    * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2; None is normal(0, 0.023).
+    * ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``, ``bias``, ``activation``, ``normalization``,
+      ``layernorm_epsilon``, ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
+                 layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
+                 init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
+                 kv_channels: int | None = None, self_attn_mask_type: str = "causal", params_dtype: Any = None,
+                 apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False, fuse_qkv_params: bool = False,
+                 zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, bias: bool = True, activation: str = "gelu",
+                 normalization: str = "LayerNorm", device: Any = None, attn_input_format: str = "sbhd", name: str | None = None,
+                 **other: Any) -> None:
+        op = "TransformerLayer"
+        later(op, _LATER, other)
+        positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
+        if not 0 <= hidden_dropout < 1:
+            raise Fp8kitError(expected(op, "hidden_dropout", hidden_dropout, "a probability in [0, 1)"))
+        if apply_residual_connection_post_layernorm and output_layernorm:
+            not_yet(op, {"output_layernorm": (True, False)})
+        self.hidden_size, self.hidden_dropout = hidden_size, float(hidden_dropout)
+        self.layer_number, self.name = layer_number, name
+        self.apply_residual_connection_post_layernorm = bool(apply_residual_connection_post_layernorm)
+        shared: dict[str, Any] = {"bias": bias, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
+                                  "params_dtype": params_dtype, "device": device}
+        self.self_attention = MultiheadAttention(
+            hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method, output_layer_init_method,
+            layer_number, self_attn_mask_type, num_gqa_groups, input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params,
+            qkv_weight_interleaved=qkv_weight_interleaved, qkv_format=attn_input_format, return_bias=True, **shared)
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, layernorm_epsilon, True, init_method, activation=activation,
+            output_layer_init_method=output_layer_init_method, **shared)
+        self.layernorm: Module | None = None
+        if output_layernorm:
+            kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
+            self.layernorm = kind(hidden_size, layernorm_epsilon, params_dtype, zero_centered_gamma, device=device)
+
+    def forward(self, hidden_states: Any, self_attn_mask_type: str | None = None, is_first_microbatch: bool | None = None,
+                cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **other: Any) -> Tensor:
+        """``hidden_states``: h (s, b, H), or (b, s, H) with "bshd". ``self_attn_mask_type`` overrides the constructor's; ``cu_seqlens``: int32
+        (b + 1,), for padding masks. ``is_first_microbatch``: see ``Linear``. Returns the same shape and dtype.
+        """
+        later("TransformerLayer", _CALL_LATER, other)
+        x = as_tensor("TransformerLayer", "hidden_states", hidden_states)
+        post = self.apply_residual_connection_post_layernorm
+        wanted = {"residual": not post, "return_norm": post}
+        stream = "normed" if post else "residual"
+        attention = self.self_attention
+        bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
+        out = attention.branch(x, is_first_microbatch, bias, self_attn_mask_type, cu_seqlens_q, cu_seqlens_kv, **wanted)
+        a = self._join(out["y"], attention.proj_bias, out[stream])
+        out = self.layernorm_mlp.branch(a, is_first_microbatch, bias, **wanted)
+        y = self._join(out["y"], self.layernorm_mlp.fc2_bias, out[stream])
+        return y if self.layernorm is None else self.layernorm(y)  # type: ignore[no-any-return]
+
+    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """residual + dropout(branch + bias)."""
+        p = self.hidden_dropout if self.training else 0.0
+        inputs: dict[str, Tensor | ArrayView | None] = {"x": branch, "bias": None if bias is None else bias.view, "residual": residual}
+        if p:
+            inputs["rng"] = random.next_rng(branch.device)
+        return apply(dropout_add, dropout_spec(self.hidden_size, p, False), inputs)["y"]

@@ -1,0 +1,20 @@
+// What cuBLASLt leaves to do: cropping a padded product, adding a bias of another dtype, products without a contraction.
+//
+// functions: finish
+// variants: T=f32; B=f32,bf16,f16
+// variants: T=bf16; B=bf16
+// variants: T=f16; B=f16
+#include "common.cuh"
+
+// out[i, j] = product[i, j] + bias[j] + out[i, j], rounded once. product (null: zeros) and bias may be null; `accumulate` says whether out
+// counts. Strides in elements. product may be out's own memory.
+extern "C" __global__ void __launch_bounds__(256) finish(const float* product, const B* bias, T* out, i64 rows, i64 columns,
+                                                         i64 product_stride, i64 out_stride, i64 accumulate) {
+  for (i64 i = first(); i < rows * columns; i += step()) {
+    const i64 row = i / columns, column = i % columns;
+    float value = product != nullptr ? product[row * product_stride + column] : 0.0f;
+    if (bias != nullptr) value += to_float(bias[column]);
+    if (accumulate) value += to_float(out[row * out_stride + column]);
+    out[row * out_stride + column] = from_float<T>(value);
+  }
+}
