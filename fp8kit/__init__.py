@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fp8kit.autocast import autocast  # at once: a submodule of the same name would take its place when it is first imported
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fp8kit import autograd, nn, optim, recipe
     from fp8kit.arrays import ArrayView, Device, synchronize
-    from fp8kit.autocast import autocast
     from fp8kit.autograd import Function, Tensor, no_grad, tensor
     from fp8kit.backends.dispatch import deterministic, use_backend
     from fp8kit.checkpoint import load, save
@@ -34,7 +35,6 @@ _PUBLIC = {
     "ArrayView": "arrays",
     "Device": "arrays",
     "synchronize": "arrays",
-    "autocast": "autocast",
     "Function": "autograd",
     "Tensor": "autograd",
     "no_grad": "autograd",
@@ -67,7 +67,7 @@ _PUBLIC = {
     "manual_seed": "nn.random",
 }
 
-__all__ = sorted([*_PUBLIC, "__version__"])
+__all__ = sorted([*_PUBLIC, "__version__", "autocast"])
 
 
 def __getattr__(name: str) -> Any:

@@ -293,7 +293,7 @@ def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
     if view.dtype is not formats.float32 or not fits:
         raise ShapeError(expected("quantize", "scale", f"{view.dtype.name} {view.shape}", f"float32 {grid}"))
-    return arrays.to(arrays.contiguous(view), where)
+    return arrays.to(arrays.contiguous(view), where).reshape(*grid)
 
 
 def _narrowed(rows: ArrayView) -> ArrayView:

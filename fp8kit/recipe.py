@@ -44,7 +44,7 @@ class FormatLimits(NamedTuple):
 class Format(Enum):
     """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient) take.
 
-    HYBRID is E4M3 forward and E5M2 backward: gradients need range more than precision (Micikevicius et al. 2022, section 5).
+    HYBRID is E4M3 forward and E5M2 backward: gradients need range more than precision (Micikevicius et al. 2022, section 3).
     ``value.max_fwd`` and ``value.max_bwd`` are the largest finite values; ``forward`` and ``backward`` the formats themselves.
     """
 
@@ -233,7 +233,7 @@ class DelayedScaling(Recipe):
     * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing to reduce.
     * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
 
-    Raises RecipeError. Source: Transformer Engine's DelayedScaling; Micikevicius et al. 2022, section 3.2.
+    Raises RecipeError. Source: Transformer Engine's DelayedScaling.
     """
 
     margin: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8kit.errors import Fp8kitError, expected
 
@@ -15,7 +15,7 @@ class Preset:
     * ``sequences``: sequences of ``context`` bytes in a microbatch; ``accumulate``: microbatches in a step.
     * ``steps``, ``warmup``: optimiser steps; ``learning_rate`` is the peak of a linear warm-up and a cosine down to a tenth of it.
     * ``weight_decay``: on matrices only; ``clip``: largest norm of all gradients.
-    * ``amax_history``: rows of the delayed-scaling history.
+    * ``amax_history``: rows of the delayed-scaling history, at least 2 (the newest is what the statistics show).
     * ``statistics_every``: steps between two readings of amax and scale.
     * ``validation_batches``: microbatches of validation text that the final losses are the mean of.
     """
@@ -41,13 +41,17 @@ class Preset:
         """Bytes that one optimiser step trains on."""
         return self.context * self.sequences * self.accumulate
 
+    def with_steps(self, steps: int) -> Preset:
+        """The same for another number of optimiser steps, at most a tenth of them warm-up."""
+        return replace(self, steps=steps, warmup=min(self.warmup, max(1, steps // 10)))
+
 
 PRESETS = {
     preset.name: preset
     for preset in (
         #       name         layers hidden heads context sequences steps warmup learning rate
         Preset("tiny", 2, 32, 2, 32, 4, 6, 2, 3e-3, accumulate=2, statistics_every=2, validation_batches=2),
-        Preset("demo-cpu", 4, 128, 4, 128, 16, 300, 30, 3e-3),
+        Preset("demo-cpu", 4, 128, 4, 128, 16, 400, 40, 2e-3, validation_batches=16),
         Preset("demo-gpu", 8, 512, 8, 512, 32, 600, 60, 1e-3, statistics_every=10),
         Preset("gpt2-small", 12, 768, 12, 1024, 16, 500, 50, 6e-4, statistics_every=10),
     )

@@ -47,15 +47,16 @@ def standard_library(max_bytes: int = 16 << 20, root: Path | None = None) -> Cor
     for path in base.rglob("*.py"):
         name = path.relative_to(base)
         if not SKIPPED.intersection(name.parts):
-            named.append((hashlib.sha256(name.as_posix().encode()).digest(), path))
+            digest = hashlib.sha256(name.as_posix().encode()).digest()
+            named.append((digest[1:], digest[0] < VALIDATION_SHARE, path))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
-    for digest, path in sorted(named):
+    for _, validation, path in sorted(named):  # by another part of the hash, so that a limit cuts both parts alike
         text = path.read_bytes()
         if total + len(text) > max_bytes:
             continue
         total += len(text)
-        parts[digest[0] < VALIDATION_SHARE].append(text)
+        parts[validation].append(text)
     if total < LEAST_BYTES or not parts[0] or not parts[1]:
         raise Fp8kitError(expected("standard_library", str(base), f"{total} bytes of .py files", f"at least {LEAST_BYTES} bytes of source"))
     return Corpus(*(np.frombuffer(b"".join(part), np.uint8) for part in parts))

@@ -52,7 +52,7 @@ def _spec(heads: int, channels: int, groups: int, qkv_format: str, mask: str, sc
 class DotProductAttention(Module):
     """o = dropout(softmax(mask(softmax_scale * q k^T))) v for each head; no parameters.
 
-    * ``num_attention_heads`` h; ``kv_channels`` d, features of one head; ``num_gqa_groups``: key and value heads g, a divisor of h (None: h).
+    * ``num_attention_heads`` h; ``kv_channels`` d, features of one head; ``num_gqa_groups``: key and value heads g (None: h).
     * ``attention_dropout``: probability, while training. ``qkv_format``: "sbhd" or "bshd".
     * ``attn_mask_type``: "no_mask", "causal" (aligned top-left), "padding" or "padding_causal" (with cu_seqlens).
     * ``softmax_scale``: None is 1 / sqrt(d). ``layer_number``, ``name``: kept, for the user.
@@ -82,8 +82,9 @@ class DotProductAttention(Module):
     def forward(self, query_layer: Any = None, key_layer: Any = None, value_layer: Any = None, qkv_format: str | None = None,
                 cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, attn_mask_type: str | None = None, qkv_layer: Any = None,
                 **other: Any) -> Tensor:
-        """``query_layer`` h (s_q, b, h, d), ``key_layer`` and ``value_layer`` (s_kv, b, g, d); with "bshd" b comes first. Or ``qkv_layer`` (s, b,
-        (h + 2 g) d): q's features, then k's, then v's. ``cu_seqlens``: int32 (b + 1,), running sums of the true lengths, for padding masks.
+        """``query_layer`` h (s_q, b, h, d), ``key_layer`` and ``value_layer`` (s_kv, b, g, d); with "bshd" b comes first. Or
+        ``qkv_layer`` (s, b, (h + 2 g) d): q's features, then k's, then v's. ``cu_seqlens``: int32 (b + 1,), running sums of the true
+        lengths, for padding masks.
 
         Returns (s_q, b, h d), rows beyond the true length 0.
         """
@@ -118,15 +119,16 @@ class MultiheadAttention(Module):
     * ``input_layernorm``: a norm before the projection; then the child is ``layernorm_qkv`` (LayerNormLinear), else ``qkv`` (Linear).
     * ``fuse_qkv_params``: False keeps ``query_weight``, ``key_weight``, ``value_weight`` apart; True makes one ``weight``, rows in the same
       order (q, k, v), for which ``qkv_weight_interleaved=False`` must be given: the interleaved order is not supported yet.
-    * ``init_method``, ``output_layer_init_method``: for the projections in and out. ``attention_dropout``: probability, while training.
+    * ``init_method``, ``output_layer_init_method``: for the projections in and out.
     * ``return_bias``: proj's bias is returned, not added. ``return_layernorm_output``: also return norm(x).
-    * ``attn_mask_type``, ``qkv_format``: as ``DotProductAttention`` (child ``core_attention``). Others as ``Linear`` and ``LayerNormLinear``.
+    * ``attention_dropout``, ``attn_mask_type``, ``qkv_format``: as ``DotProductAttention`` (child ``core_attention``). Others as
+      ``Linear`` and ``LayerNormLinear``.
     """
 
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None, attention_dropout: float = 0.1,
                  layernorm_epsilon: float = 1e-5, init_method: Init | None = None, output_layer_init_method: Init | None = None,
-                 layer_number: int | None = None, attn_mask_type: str = "causal", num_gqa_groups: int | None = None, params_dtype: Any = None,
-                 return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
+                 layer_number: int | None = None, attn_mask_type: str = "causal", num_gqa_groups: int | None = None,
+                 params_dtype: Any = None, return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
                  attention_type: str = "self", fuse_qkv_params: bool = False, zero_centered_gamma: bool = False,
                  qkv_weight_interleaved: bool = True, bias: bool = True, normalization: str = "LayerNorm", device: Any = None,
                  qkv_format: str = "sbhd", name: str | None = None, **other: Any) -> None:
@@ -164,7 +166,8 @@ class MultiheadAttention(Module):
         later("MultiheadAttention", MHA_CALL_LATER, other)
         x = as_tensor("MultiheadAttention", "hidden_states", hidden_states)
         bias = "add" if self.proj.use_bias and not self.return_bias else "none"
-        out = self.branch(x, is_first_microbatch, bias, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, return_norm=self.return_layernorm_output)
+        normed = self.return_layernorm_output
+        out = self.branch(x, is_first_microbatch, bias, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, return_norm=normed)
         parts: list[Any] = [out["y"]]
         if self.return_bias:
             parts.append(self.proj_bias)

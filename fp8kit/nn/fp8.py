@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fp8kit import arrays, autocast
+from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
+from fp8kit.autocast import current, touch_forward
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, expected
@@ -98,13 +99,17 @@ class Fp8Module(Module):
 
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further options of ``make_spec`` while calibrating
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
+        return vars(self) | {"_specs": {}, "_wiring": None, "_weights": None}
+
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any) -> dict[str, Tensor]:
         """The layer's operation on ``inputs`` (weights included), as the autocast says. ``options`` go to ``make_spec``."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
-        state = autocast.current()
+        state = current()
         if state is None or not (state.enabled or state.calibrating):
             return apply(self.operation, self._spec(None, False, bias, options), inputs)
         recipe, training = state.recipe, is_grad_enabled()
@@ -115,11 +120,11 @@ class Fp8Module(Module):
         scales: dict[str, ArrayView] = _NONE
         record = training or state.calibrating
         if recipe.delayed():
-            wiring = self._wire(recipe)
+            wiring = self._wire(recipe, record)
             scales = wiring.scales
             if record:  # inference leaves no trace in the history
                 given, late, finish = wiring.given, wiring.late, wiring.finish
-                autocast.touch_forward(self.fp8_meta["scaling_fwd"], wiring.recipe, training)
+                touch_forward(self.fp8_meta["scaling_fwd"], wiring.recipe, training)
         if is_first_microbatch is not None:
             inputs = inputs | self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
         spec = self._spec(fp8, is_first_microbatch is not None, bias, options)
@@ -129,9 +134,9 @@ class Fp8Module(Module):
         """In high precision; the amaxes that FP8 would have seen are recorded."""
         outputs = apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs)
         if recipe.delayed():
-            wiring = self._wire(recipe)
+            wiring = self._wire(recipe, True)
             state = self.fp8_meta["scaling_fwd"]
-            autocast.touch_forward(state, wiring.recipe, training)
+            touch_forward(state, wiring.recipe, training)
             self.calibrate(inputs, outputs, list(state.amaxes))
         return outputs
 
@@ -151,19 +156,23 @@ class Fp8Module(Module):
         """Where the layer's weights are."""
         return next(iter(self.weight_inputs().values())).device
 
-    def _wire(self, recipe: Recipe) -> _Wiring:
+    def _wire(self, recipe: Recipe, record: bool) -> _Wiring:
+        """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the recipe's length."""
         wiring = self._wiring
-        if wiring is not None and (wiring.recipe is recipe or wiring.recipe == recipe):
-            return wiring
         length = recipe.amax_history_len  # type: ignore[attr-defined]
+        known = wiring is not None and (wiring.recipe is recipe or wiring.recipe == recipe)
+        if wiring is not None and known and (not record or self.fp8_meta["scaling_fwd"].history_len == length):
+            return wiring
         for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
             state = self.fp8_meta.get(name)
             if state is None:
                 self.fp8_meta[name] = ScalingState(slots * len(self.gemms), length, self.device)
-            elif state.history_len != length:
+            elif record and state.history_len != length:
                 state.resize(length)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        scales, given, late = {}, {}, {}
+        scales: dict[str, ArrayView] = {}
+        given: dict[str, ArrayView] = {}
+        late: dict[str, ArrayView] = {}
         for i, prefix in enumerate(self.gemms):
             x, g = FORWARD_SLOTS * i, BACKWARD_SLOTS * i
             scales |= {f"{prefix}x_scale": forward.scales[x], f"{prefix}w_scale": forward.scales[x + 1]}
@@ -217,7 +226,7 @@ class Fp8Module(Module):
                     if not fits or part.dtype is not float32:
                         wanted = f"(steps, {slots})" if history else f"({slots},)"
                         raise CheckpointError(f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}")
-                made[name] = ScalingState.of(*parts, self.device)
+                made[name] = ScalingState.of(parts, self.device)
 
         def take() -> None:
             self.fp8_meta = made

@@ -30,6 +30,12 @@ class Parameter(Tensor):
     def __init__(self, view: ArrayView) -> None:
         super().__init__(view, requires_grad=True)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        own = arrays.empty(self.shape, self.dtype, self.device)
+        arrays.copy(own, self.view)
+        memo[id(self)] = copied = type(self)(own)
+        return copied
+
     def __repr__(self) -> str:
         return f"fp8kit.nn.Parameter({self.shape}, {self.dtype.name}, {self.device})"
 

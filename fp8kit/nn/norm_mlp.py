@@ -36,9 +36,10 @@ class LayerNormMLP(Fp8Module):
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, return_bias: bool = False,
-                 init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu", activation_params: Any = None,
-                 output_layer_init_method: Init | None = None, params_dtype: Any = None, return_layernorm_output: bool = False,
-                 zero_centered_gamma: bool = False, device: Any = None, name: str | None = None, checkpoint: bool = False) -> None:
+                 init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
+                 activation_params: Any = None, output_layer_init_method: Init | None = None, params_dtype: Any = None,
+                 return_layernorm_output: bool = False, zero_centered_gamma: bool = False, device: Any = None, name: str | None = None,
+                 checkpoint: bool = False) -> None:
         super().__init__()
         positive("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         not_yet("LayerNormMLP", {"activation_params": (activation_params, None), "checkpoint": (checkpoint, False)})

@@ -48,12 +48,15 @@ class ScalingState:
         self.amaxes = tuple(flat.slice(0, i, 1) for i in range(self.slots))
 
     @classmethod
-    def of(cls, scale: Any, scale_inv: Any, amax_history: Any, device: Device) -> ScalingState:
-        """A state with these values, copied to ``device``."""
+    def of(cls, parts: Sequence[ArrayView], device: Device) -> ScalingState:
+        """A state with the values of (scale, scale_inv, amax_history), copied to ``device``."""
         state = cls.__new__(cls)
-        state.slots, state.device = arrays.as_view(scale).size, device
-        state._take(*(_put(arrays.as_view(a).numpy(), device) for a in (scale, scale_inv, amax_history)))
+        state.slots, state.device = parts[0].size, device
+        state._take(*(_put(part.numpy(), device) for part in parts))
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScalingState:
+        return ScalingState.of([self.views[field] for field in FIELDS], self.device)
 
     @property
     def history_len(self) -> int:

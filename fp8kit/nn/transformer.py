@@ -29,8 +29,8 @@ class TransformerLayer(Module):
     * ``hidden_size`` H, ``ffn_hidden_size``, ``num_attention_heads``, ``num_gqa_groups``, ``kv_channels``: as the children.
     * ``hidden_dropout``: of both branches' outputs; ``attention_dropout``: of the attention weights; while training.
     * ``self_attn_mask_type``: "no_mask", "causal", "padding" or "padding_causal". ``attn_input_format``: "sbhd" or "bshd".
-    * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the attention's input
-      is left out, and one of the layer's output added (child ``layernorm``).
+    * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the
+      attention's input is left out, and one of the layer's output added (child ``layernorm``).
     * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2; None is normal(0, 0.023).
     * ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``, ``bias``, ``activation``, ``normalization``,
       ``layernorm_epsilon``, ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.
@@ -70,8 +70,8 @@ class TransformerLayer(Module):
 
     def forward(self, hidden_states: Any, self_attn_mask_type: str | None = None, is_first_microbatch: bool | None = None,
                 cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **other: Any) -> Tensor:
-        """``hidden_states``: h (s, b, H), or (b, s, H) with "bshd". ``self_attn_mask_type`` overrides the constructor's; ``cu_seqlens``: int32
-        (b + 1,), for padding masks. ``is_first_microbatch``: see ``Linear``. Returns the same shape and dtype.
+        """``hidden_states``: h (s, b, H), or (b, s, H) with "bshd". ``self_attn_mask_type`` overrides the constructor's;
+        ``cu_seqlens``: int32 (b + 1,), for padding masks. ``is_first_microbatch``: see ``Linear``. Returns the same shape and dtype.
         """
         later("TransformerLayer", _CALL_LATER, other)
         x = as_tensor("TransformerLayer", "hidden_states", hidden_states)
@@ -84,7 +84,7 @@ class TransformerLayer(Module):
         a = self._join(out["y"], attention.proj_bias, out[stream])
         out = self.layernorm_mlp.branch(a, is_first_microbatch, bias, **wanted)
         y = self._join(out["y"], self.layernorm_mlp.fc2_bias, out[stream])
-        return y if self.layernorm is None else self.layernorm(y)  # type: ignore[no-any-return]
+        return y if self.layernorm is None else self.layernorm(y)
 
     def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """residual + dropout(branch + bias)."""

@@ -61,14 +61,14 @@ class AdamW:
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         given: list[Any] = list(params)
-        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        groups: list[Mapping[str, Any]] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.param_groups: list[dict[str, Any]] = []
         seen: set[int] = set()
         for group in groups:
             unknown = set(group) - {"params", *defaults}
             if unknown:
                 raise Fp8kitError(expected("AdamW", "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
-            whole = defaults | dict(group) | {"params": list(group["params"])}
+            whole: dict[str, Any] = {**defaults, **group, "params": list(group["params"])}
             for param in whole["params"]:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)

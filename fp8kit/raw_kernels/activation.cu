@@ -65,7 +65,12 @@ struct relu {
 constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
 
 // Blocks that shall fit a multiprocessor: as many as the registers for 4 x 8 elements of each array allow without spilling.
-constexpr int FWD_BLOCKS = sizeof(T) == 4 ? 2 : PARTS == 1 ? 4 : 3, BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 4 - PARTS;
+#if __CUDA_ARCH__ < 900
+constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 2;
+#else
+constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 4 - PARTS;
+#endif
+constexpr int FWD_BLOCKS = sizeof(T) == 4 || PARTS == 2 ? 2 : 4;
 
 // Where the calling thread stands: 4 rows from `row`, 8 columns from `column` of y.
 struct Place {
@@ -109,9 +114,9 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
 }
 
 // x: (M, PARTS * F), y: (M, F).
-extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS) act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles,
-                                                              Cast cast) {
-  __shared__ alignas(16) u32 tile[TILE_WORDS];
+extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS)
+act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles, Cast cast) {
+  alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
   const i64 column_tile = blockIdx.x % column_tiles, first_tile = blockIdx.x / column_tiles * tiles;
   const i64 width = PARTS * F;
@@ -154,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS) act_fwd(const 
 }
 
 // dy: (M, F), x and dx: (M, PARTS * F). partial: float32 (row blocks, PARTS * F), the column sums of each block's rows, or null.
-extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS) act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F,
-                                                              i64 column_tiles, i64 tiles, Cast cast) {
-  __shared__ alignas(16) u32 tile[TILE_WORDS];
+extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS)
+act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles, i64 tiles, Cast cast) {
+  alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
   __shared__ float sums_of_warps[THREADS / 32][TILE_COLUMNS];
   const i64 column_tile = blockIdx.x % column_tiles, row_block = blockIdx.x / column_tiles, first_tile = row_block * tiles;
@@ -221,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS) act_bwd(const 
     }
   }
   block_amax(cast.amax, amax, shared);
-  if (partial == nullptr) return;
+  if (partial == nullptr || first_tile * TILE_ROWS >= M) return;
 
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) {  // over the warp's two rows of threads, then over the warps

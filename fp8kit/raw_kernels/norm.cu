@@ -7,6 +7,7 @@
 #include "rows.cuh"
 
 constexpr int MAX_ROWS = 16;
+constexpr int BWD_BLOCKS = sizeof(T) == 2 ? 3 : 2;  // blocks of norm_bwd that shall fit a multiprocessor
 
 DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
@@ -27,8 +28,13 @@ template <typename Term> DEVICE float row_sum(const T* row, i64 N, bool wide, Te
   for (i64 c = threadIdx.x % 32 * 8; c < N; c += 256) {
     const int valid = columns_left(c, N);
     const Eight<T> x = read8(row + c, valid, wide);
+    if (valid == 8) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sum += j < valid ? term(value(x, j)) : 0.0f;
+      for (int j = 0; j < 8; ++j) sum += term(value(x, j));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += j < valid ? term(value(x, j)) : 0.0f;
+    }
   }
   return warp_sum(sum);
 }
@@ -36,8 +42,9 @@ template <typename Term> DEVICE float row_sum(const T* row, i64 N, bool wide, Te
 // A block takes `rows` rows (4, 8 or 16), and keeps them in dynamic shared memory, `pitch` elements a row, unless pitch is 0 (then they are
 // read again, from L2 mostly). First a warp a row: mean, then the mean squared deviation. Then a thread takes 4 rows x 8 columns, so
 // that it has 4 neighbouring codes of 8 rows of q_t; neighbouring threads complete those.
-extern "C" __global__ void __launch_bounds__(512) norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* rstd, i64 M,
-                                                           i64 N, i64 columns, i64 rows, i64 pitch, f64 epsilon, f64 gain, Cast cast) {
+extern "C" __global__ void __launch_bounds__(512, 1)
+norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* rstd, i64 M, i64 N, i64 columns, i64 rows, i64 pitch,
+         f64 epsilon, f64 gain, Cast cast) {
   extern __shared__ uint4 dynamic[];
   __shared__ float means[MAX_ROWS], rstds[MAX_ROWS], shared[32];
   T* kept = reinterpret_cast<T*>(dynamic);
@@ -51,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(512) norm_fwd(const T* x, const T* 
 #pragma unroll 4
       for (i64 c = threadIdx.x % 32 * 8; c < N; c += 256) {
         const int valid = columns_left(c, N);
-        if (wide)
+        if (wide && valid == 8)
           copy8_async(copy + c, row + c);
         else
           write8(copy + c, 8, true, read8(row + c, valid, false));
@@ -60,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(512) norm_fwd(const T* x, const T* 
       row = copy;
     }
     const bool easy = wide || pitch;
-    const float m = mean == nullptr ? 0.0f : row_sum(row, pitch ? N + 7 & ~7ll : N, easy, [](float v) { return v; }) / (float)N;
+    const float m = mean == nullptr ? 0.0f : row_sum(row, N, easy, [](float v) { return v; }) / (float)N;
     const float variance = row_sum(row, N, easy, [m](float v) { return (v - m) * (v - m); }) / (float)N;
     const float inverse = 1.0f / sqrtf(variance + (float)epsilon);
     if (threadIdx.x % 32 == 0) {
@@ -134,41 +141,50 @@ struct Stats { float mean, rstd; };
 
 DEVICE Stats stats_of(const float* mean, const float* rstd, i64 row) { return Stats{mean == nullptr ? 0.0f : mean[row], rstd[row]}; }
 
-// N <= 8 V blockDim.x: everything of a row stays in registers, and the next row is on its way while this one is reduced.
+DEVICE Eight<T> weights(const T* weight, int v, int valid) {
+  return read8(weight + (v * blockDim.x + threadIdx.x) * 8, valid, rows_aligned<16>(weight, 0));
+}
+
+// N <= 8 V blockDim.x: everything of a row stays in registers, and (where they suffice) the next row is on its way while this one is
+// reduced.
 // dx may be dy or residual: a thread reads its elements of a row before it writes them.
-template <int V> DEVICE void norm_bwd_rows(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual,
-                                           T* dx, float* partial, i64 M, i64 N, float gain, bool with_bias) {
+template <int V>
+DEVICE void norm_bwd_rows(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx,
+                          float* partial, i64 M, i64 N, float gain, bool with_bias) {
   __shared__ float2 sums[2][32];
   const bool wide = rows_aligned<16>(dy, N) && rows_aligned<16>(x, N) && rows_aligned<16>(dx, N) && rows_aligned<16>(residual, N);
-  i64 column[V];
+  constexpr bool AHEAD = V * sizeof(T) <= 4;
+  i64 at[V];  // the thread's elements of the row
   int valid[V];
-  Eight<T> w[V], up[V], in[V];
+  Eight<T> up[V], in[V];
   float dw[V][8], db[V][8];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    column[v] = ((i64)v * blockDim.x + threadIdx.x) * 8;
-    valid[v] = columns_left(column[v], N);
-    w[v] = read8(weight + column[v], valid[v], rows_aligned<16>(weight, 0));
-    up[v] = read8(dy + blockIdx.x * N + column[v], valid[v], wide);
-    in[v] = read8(x + blockIdx.x * N + column[v], valid[v], wide);
+    const i64 column = ((i64)v * blockDim.x + threadIdx.x) * 8;
+    valid[v] = columns_left(column, N);
+    at[v] = blockIdx.x * N + column;
+    if (AHEAD) up[v] = read8(dy + at[v], valid[v], wide), in[v] = read8(x + at[v], valid[v], wide);
 #pragma unroll
     for (int j = 0; j < 8; ++j) dw[v][j] = db[v][j] = 0.0f;
   }
   int parity = 0;
-  for (i64 row = blockIdx.x; row < M; row += gridDim.x, parity ^= 1) {
+  for (u32 row = blockIdx.x; row < (u32)M; row += gridDim.x, parity ^= 1) {
     const Stats s = stats_of(mean, rstd, row);
-    const i64 next = row + gridDim.x;
     Eight<T> next_up[V], next_in[V], stream[V];
     float sum_d = 0.0f, sum_dx = 0.0f;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const int there = next < M ? valid[v] : 0;
-      stream[v] = read8(residual + row * N + column[v], residual == nullptr ? 0 : valid[v], wide);
-      next_up[v] = read8(dy + next * N + column[v], there, wide);
-      next_in[v] = read8(x + next * N + column[v], there, wide);
+      if (!AHEAD) up[v] = read8(dy + at[v], valid[v], wide), in[v] = read8(x + at[v], valid[v], wide);
+      stream[v] = read8(residual + at[v], residual == nullptr ? 0 : valid[v], wide);
+      if (AHEAD) {
+        const i64 next = at[v] + gridDim.x * N;
+        const int there = row + gridDim.x < (u32)M ? valid[v] : 0;
+        next_up[v] = read8(dy + next, there, wide), next_in[v] = read8(x + next, there, wide);
+      }
+      const Eight<T> w = weights(weight, v, valid[v]);  // read again from L1 below: the registers are wanted for the next row
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float g = value(up[v], j), xhat = (value(in[v], j) - s.mean) * s.rstd, d = g * (value(w[v], j) + gain);
+        const float g = value(up[v], j), xhat = (value(in[v], j) - s.mean) * s.rstd, d = g * (value(w, j) + gain);
         dw[v][j] += g * xhat;
         db[v][j] += g;
         sum_d += d;
@@ -179,19 +195,21 @@ template <int V> DEVICE void norm_bwd_rows(const T* dy, const T* x, const T* wei
     const float mean_d = mean == nullptr ? 0.0f : total.x / (float)N, mean_dx = total.y / (float)N;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
+      const Eight<T> w = weights(weight, v, valid[v]);
       float out[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float xhat = (value(in[v], j) - s.mean) * s.rstd, d = value(up[v], j) * (value(w[v], j) + gain);
+        const float xhat = (value(in[v], j) - s.mean) * s.rstd, d = value(up[v], j) * (value(w, j) + gain);
         out[j] = s.rstd * (d - mean_d - xhat * mean_dx) + value(stream[v], j);
       }
-      write8(dx + row * N + column[v], valid[v], wide, rounded8<T>(out));
-      up[v] = next_up[v], in[v] = next_in[v];
+      write8(dx + at[v], valid[v], wide, rounded8<T>(out));
+      if (AHEAD) up[v] = next_up[v], in[v] = next_in[v];
+      at[v] += gridDim.x * N;
     }
   }
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    float* to = partial + (i64)blockIdx.x * (with_bias ? 2 : 1) * N + column[v];
+    float* to = partial + (i64)blockIdx.x * (with_bias ? 2 : 1) * N + ((i64)v * blockDim.x + threadIdx.x) * 8;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
       if (j < valid[v]) {
@@ -201,22 +219,22 @@ template <int V> DEVICE void norm_bwd_rows(const T* dy, const T* x, const T* wei
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 2) norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd,
-                                                              const T* residual, T* dx, float* partial, i64 M, i64 N, f64 gain,
-                                                              i64 with_bias) {
+extern "C" __global__ void __launch_bounds__(256, BWD_BLOCKS)
+norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
+         i64 M, i64 N, f64 gain, i64 with_bias) {
   norm_bwd_rows<1>(dy, x, weight, mean, rstd, residual, dx, partial, M, N, (float)gain, with_bias);
 }
 
-extern "C" __global__ void __launch_bounds__(512) norm_bwd_two(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd,
-                                                               const T* residual, T* dx, float* partial, i64 M, i64 N, f64 gain,
-                                                               i64 with_bias) {
+extern "C" __global__ void __launch_bounds__(512, 1)
+norm_bwd_two(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
+             i64 M, i64 N, f64 gain, i64 with_bias) {
   norm_bwd_rows<2>(dy, x, weight, mean, rstd, residual, dx, partial, M, N, (float)gain, with_bias);
 }
 
 // Any N: a row is read twice, and the sums of a block's rows grow in `partial` itself.
-extern "C" __global__ void __launch_bounds__(512) norm_bwd_any(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd,
-                                                               const T* residual, T* dx, float* partial, i64 M, i64 N, f64 gain,
-                                                               i64 with_bias) {
+extern "C" __global__ void __launch_bounds__(512)
+norm_bwd_any(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
+             i64 M, i64 N, f64 gain, i64 with_bias) {
   __shared__ float2 sums[2][32];
   float* dw = partial + (i64)blockIdx.x * (with_bias ? 2 : 1) * N;
   int parity = 0;

@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x,
   __shared__ uint4 turned[COLUMNS][ROWS / 16];  // q_t's tile, 16 rows of x an entry, entries of column c at place ^ (c / 8)
   __shared__ float sums[8][COLUMNS];
   __shared__ float shared[32];
-  const i64 across = ceil_div(padded_columns, COLUMNS);
+  const i64 across = padded_columns ? ceil_div(padded_columns, COLUMNS) : 1;
   const i64 top_row = blockIdx.x / across * ROWS, left = blockIdx.x % across * COLUMNS;
   const u32 warp = threadIdx.x / 32, group = threadIdx.x % 8, quad = threadIdx.x / 8;
   const i64 row = top_row + 4 * quad, column = left + 8 * group;

@@ -82,7 +82,10 @@ def test_degenerate_shapes(shape):
     assert torch.from_dlpack(as_view(np.zeros(shape, np.float32))).shape == shape
 
 
-@pytest.mark.parametrize(("version", "name"), [(None, "dltensor"), ((0, 8), "dltensor"), ((1, 0), "dltensor_versioned"), ((2, 0), "dltensor_versioned")])
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [(None, "dltensor"), ((0, 8), "dltensor"), ((1, 0), "dltensor_versioned"), ((2, 0), "dltensor_versioned")],
+)
 def test_capsule_kind(version, name):
     view, alive = _owned()
     capsule = view.__dlpack__(max_version=version)
@@ -95,11 +98,13 @@ def test_capsule_kind(version, name):
 @pytest.mark.parametrize("consume", [torch.from_dlpack, jax.dlpack.from_dlpack, np.from_dlpack], ids=["torch", "jax", "numpy"])
 def test_consumer_keeps_memory_alive(consume):
     view, alive = _owned(shape=(64, 64))
+    address = view.ptr
     taken = consume(view)
     del view
     gc.collect()
-    shares = not isinstance(taken, jax.Array) or taken.unsafe_buffer_pointer() == alive().ctypes.data
-    assert alive() is not None or not shares
+    # JAX copies memory that is not aligned to its wish
+    shares = not isinstance(taken, jax.Array) or taken.unsafe_buffer_pointer() == address
+    assert (alive() is not None) == shares
     del taken
     gc.collect()
     assert alive() is None
@@ -152,7 +157,7 @@ def test_refusals():
         as_view([1.0])
     with pytest.raises(BackendError, match="abacus"):
         dlpack.device_code("abacus")
-    with pytest.raises(FormatError, match="byte order"):
+    with pytest.raises(FormatError, match=">f4"):
         as_view(np.zeros(3, ">f4"))
 
 

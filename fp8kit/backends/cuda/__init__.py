@@ -1,1 +1,50 @@
-"""."""
+"""The CUDA engine: NVRTC kernels, cuBLASLt and cuDNN behind the kernel contract.
+
+``register`` names what implements which kernel. CuPy, nvmath and cudnn are imported by the first call that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8kit.backends.registry import OpRegistry
+
+MIN_ARCH = 89  # FP8 conversions and tensor cores start with Ada
+
+# module -> the kernels of the contract that it implements
+IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
+    "quantize": ("amax", "quantize", "dequantize", "quantize_transpose", "quantize_transpose_workspace"),
+    "scales": ("scale_from_amax", "update_delayed_"),
+    "gemm": ("gemm", "fp8_gemm", "gemm_workspace", "fp8_gemm_workspace"),
+    "norm": ("norm_fwd", "norm_bwd", "norm_bwd_workspace"),
+    "activation": ("act_fwd", "act_bwd", "act_bwd_workspace"),
+    "dropout": ("dropout_add", "dropout_bwd"),
+    "attention": ("attention_fwd", "attention_bwd", "attention_workspace"),
+    "embedding": ("embedding_fwd", "embedding_bwd"),
+    "cross_entropy": ("cross_entropy_fwd", "cross_entropy_bwd"),
+    "optim": ("adamw_", "l2norm", "l2norm_workspace", "clip_"),
+    "elementwise": ("copy", "add", "sum_rows", "column_sum_workspace", "rng_next_"),
+}
+
+
+def implementation(kernel: str) -> Callable[..., Any]:
+    """The function that implements a kernel of the contract; KeyError for a name that is not in it. Imports its module."""
+    module = next((m for m, kernels in IMPLEMENTATIONS.items() if kernel in kernels), None)
+    if module is None:
+        raise KeyError(kernel)
+    return getattr(importlib.import_module(f"{__name__}.{module}"), kernel)  # type: ignore[no-any-return]
+
+
+def register(registry: OpRegistry) -> None:
+    """Register every kernel of this engine. Imports its modules, but neither CuPy nor any other CUDA library."""
+    from fp8kit.backends.registry import Kind, OpImpl
+
+    for kernels in IMPLEMENTATIONS.values():
+        for name in kernels:
+            function = implementation(name)
+            registry.register_impl(
+                OpImpl(name, f"cuda.{name}", Kind.VENDOR, function, vendor="cuda", min_arch=MIN_ARCH, devices=frozenset({"cuda"}))
+            )

@@ -56,8 +56,8 @@ def attention_workspace(q: tuple[int, ...], kv: tuple[int, ...], dtype: DType, s
     about, device = problem(q, kv, dtype, spec), launch.runtime().getDevice()
 
     def needed(deterministic: bool) -> int:
-        path = unfused if _why_not_cudnn(about, backward, deterministic, device) else cudnn_sdpa
-        return path.workspace(about, backward, deterministic, device)
+        size = unfused.workspace if _why_not_cudnn(about, backward, deterministic, device) else cudnn_sdpa.workspace
+        return size(about, backward, deterministic, device)
 
     return max(needed(deterministic) for deterministic in ((False, True) if backward else (False,)))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8kit import settings
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, expected
 from fp8kit.raw_kernels import manifest
 
 # -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not changed by it.
@@ -57,7 +57,8 @@ def arch_of(capability: tuple[int, int]) -> str:
     """NVRTC's target for a compute capability: (8, 9) -> "sm_89", (9, 0) -> "sm_90a", (12, 0) -> "sm_120a". BackendError below 8.9."""
     number = capability[0] * 10 + capability[1]
     if number < _LOWEST:
-        raise BackendError(f"compile: device: got compute capability {capability[0]}.{capability[1]}, expected at least 8.9 (FP8 conversions)")
+        got = f"compute capability {capability[0]}.{capability[1]}"
+        raise BackendError(expected("compile", "device", got, "at least 8.9 (FP8 conversions)"))
     return f"sm_{number}a" if number >= _SPECIFIC else f"sm_{number}"
 
 

@@ -19,6 +19,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType, float32
 
+Scaling = Literal["tensor", "row"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
 _CANDIDATES = 8
 _COMPUTE_32F = 68  # float32 throughout: no TF32
@@ -29,7 +30,9 @@ _TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE, _FAST_ACCUMULATE = 3, 4,
 _A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
 # cublasLtMatrixLayoutAttribute_t, cublasLtMatmulPreferenceAttributes_t, cublasLtEpilogue_t, cublasLtMatmulMatrixScale_t
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
-_MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
+_MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_IN_COMPUTE_TYPE = 2  # a split contraction is summed in float32, never in the output's type: every output is rounded once
+_SOME_ADDRESS = 256  # stands for the scales while algorithms are looked for: row scaling is refused without
 _EPILOGUE_BIAS = 4
 _SCALE_MODES = {"tensor": 0, "row": 3}
 
@@ -39,8 +42,8 @@ class MatmulKey:
     """One matrix product, row-major: out (m, n) = alpha * op(a) op(b) [* scales] [+ bias] [+ out].
 
     * ``layout``: "nt" a (m, k), b (n, k); "nn" a (m, k), b (k, n); "tn" a (k, m), b (k, n). FP8 takes "nt" only.
-    * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``, ``b_stride``, ``out_stride``: distance of rows,
-      in elements.
+    * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``, ``b_stride``, ``out_stride``:
+      distance of rows, in elements.
     * ``batch``: number of products; ``a_step``, ``b_step``, ``out_step``: distance of neighbouring matrices, in elements (0: the same one).
     * ``bias``: n elements of out's type are added to every row. ``accumulate``: the result is added onto out.
     * ``scaling``: None, or where the inputs are multiplied by their scale_inv: "tensor" (float32 [1]) or "row" (float32 [m], [n]).
@@ -65,7 +68,7 @@ class MatmulKey:
     alpha: float = 1.0
     bias: bool = False
     accumulate: bool = False
-    scaling: Literal["tensor", "row"] | None = None
+    scaling: Scaling | None = None
     fast_accumulate: bool = False
     workspace: int = WORKSPACE
     alignment: int = 16
@@ -153,6 +156,8 @@ class Plan:
             self._attribute(_FAST_ACCUMULATE, int(key.fast_accumulate), ctypes.c_int8)
             self._attribute(_A_SCALE_MODE, _SCALE_MODES[key.scaling], ctypes.c_int32)
             self._attribute(_B_SCALE_MODE, _SCALE_MODES[key.scaling], ctypes.c_int32)
+            self._patch(0, _A_SCALE, _SOME_ADDRESS)
+            self._patch(1, _B_SCALE, _SOME_ADDRESS)
         self._layouts = tuple(self._layout(operand) for operand in (first, second, result))
 
     def _attribute(self, attribute: int, value: int, kind: Any) -> None:
@@ -172,6 +177,8 @@ class Plan:
         preference = lt.matmul_preference_create()
         limit, alignment = ctypes.c_uint64(key.workspace), ctypes.c_uint32(key.alignment)
         lt.matmul_preference_set_attribute(preference, _MAX_WORKSPACE, ctypes.addressof(limit), 8)
+        reductions = ctypes.c_uint32(_IN_COMPUTE_TYPE)
+        lt.matmul_preference_set_attribute(preference, _REDUCTIONS, ctypes.addressof(reductions), 4)
         for attribute in _ALIGNMENTS:
             lt.matmul_preference_set_attribute(preference, attribute, ctypes.addressof(alignment), 4)
         self._results = lt.MatmulHeuristicResult(_CANDIDATES)
@@ -195,8 +202,12 @@ class Plan:
         # the algorithm is the first member of each result
         self._algorithm = self._results.ptr + index * int(np.dtype(self._lt.matmul_heuristic_result_dtype).itemsize)
 
-    def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int, stream: int) -> None:
-        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle. BackendError when cuBLASLt refuses."""
+    def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int,
+            stream: int) -> None:
+        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle.
+
+        Raises BackendError when cuBLASLt refuses.
+        """
         if self._get_device() != self.device:
             with launch.current_device(self.device):
                 self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream)

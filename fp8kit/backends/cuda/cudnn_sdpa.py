@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
-from fp8kit.errors import BackendError, Fp8kitError
+from fp8kit.errors import BackendError, Fp8kitError, expected
 from fp8kit.formats import DTYPES
 
 NAME = "cuDNN"
 _OLDEST = 90600
-_FAULTY = (91000, 91001, 91400)  # wrong results or refusals in bf16 and fp16 attention, by NVIDIA's release notes
+_FAULTY = (91000, 91001, 91400)  # releases with known faults in 16-bit attention
 _ALIGN = 256
+_VECTOR = 16  # bytes
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
 
 _UIDS = {name: uid for uid, name in enumerate(
@@ -83,7 +84,7 @@ def available() -> bool:
 @functools.cache
 def why_not(problem: Problem, backward: bool, deterministic: bool, device: int) -> str | None:
     """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph for C-contiguous arrays."""
-    reason = missing() or _refused(problem, backward)
+    reason = _refused(problem, backward) or missing()
     if reason is not None:
         return reason
     try:
@@ -113,6 +114,7 @@ def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: Array
             cu_kv: ArrayView | None, rng: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
     """``protocol.attention_fwd``."""
     form = problem.qkv_format
+    _check_aligned(q.ptr | k.ptr | v.ptr | o.ptr)
     key = Key(problem, q.device.index, False, True, (bhsd(form, q), bhsd(form, k), bhsd(form, v), bhsd(form, o)))
     pointers = {1: q.ptr, 2: k.ptr, 3: v.ptr, 4: o.ptr, 5: lse.ptr}
     padding = _Padding(problem, key.device, cu_q, cu_kv, stream)
@@ -126,6 +128,7 @@ def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: Ar
              dk: ArrayView, dv: ArrayView, cu_q: ArrayView | None, cu_kv: ArrayView | None, rng: ArrayView | None, deterministic: bool,
              workspace: ArrayView | None, stream: int) -> None:
     """``protocol.attention_bwd``."""
+    _check_aligned(q.ptr | k.ptr | v.ptr | o.ptr | d_o.ptr | dq.ptr | dk.ptr | dv.ptr)
     views = (q, k, v, o, d_o, dq, dk, dv)
     key = Key(problem, q.device.index, True, deterministic, tuple([bhsd(problem.qkv_format, view) for view in views]))
     pointers = {1: q.ptr, 2: k.ptr, 3: v.ptr, 4: o.ptr, 5: lse.ptr, 6: d_o.ptr, 7: dq.ptr, 8: dk.ptr, 9: dv.ptr}
@@ -161,6 +164,12 @@ def _execute(key: Key, pointers: dict[int, int], rng: ArrayView | None, padding:
         plan.graph.execute(pointers, start + before, handle)
 
 
+def _check_aligned(places: int) -> None:
+    """Refuse addresses or byte strides, or-ed together, that cuDNN's vector accesses would fault on."""
+    if places % _VECTOR:
+        raise BackendError(expected("attention", "arrays", "misaligned addresses or strides", f"multiples of {_VECTOR} bytes for cuDNN"))
+
+
 # --- graphs -------------------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +203,8 @@ def _plan(key: Key) -> Plan:
     with _BUILDING:
         found = _PLANS.get(key)
         if found is None:
+            for stride in key.strides:
+                _check_aligned(2 * (stride[0] | stride[1] | stride[2]))
             cudnn = _library()
             try:
                 with launch.current_device(key.device):

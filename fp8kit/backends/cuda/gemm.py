@@ -12,7 +12,7 @@ from typing import Any
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan, plan
+from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan, Scaling, plan
 from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType, Format, float32
@@ -28,21 +28,23 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
     if not (m and n):
         return
     k = a.shape[0] if layout == "tn" else a.shape[1]
-    late_bias = bias is not None and bias.dtype is not out.dtype
     if k == 0:
         _finish(None, 0, bias, out, accumulate, stream)
         return
-    fused = bias is not None and not late_bias
+    late_bias = bias is not None and bias.dtype is not out.dtype
+    bias_ptr = 0 if bias is None or late_bias else bias.ptr
+    index, limit = out.device.index, _usable(workspace)
     a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
-    aligned = not (a.ptr | b.ptr | out.ptr | (bias.ptr if fused and bias is not None else 0)) % _ALIGNMENT
-    limit = _usable(workspace)
-    quick = (out.device.index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit)
+    aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
+    fused = bias_ptr != 0
+    quick = (index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit)
     ready = _PLANS.get(quick)
     if ready is None:
+        alignment = _ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize)
         key = MatmulKey(m, n, k, layout, a.dtype, b.dtype, out.dtype, a_stride, b_stride, out_stride, bias=fused, accumulate=accumulate,
-                        workspace=limit, alignment=_ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize))
-        ready = _PLANS[quick] = plan(key, out.device.index)
-    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias.ptr if fused and bias is not None else 0, workspace.ptr if workspace and limit else 0, limit, stream)
+                        workspace=limit, alignment=alignment)
+        ready = _PLANS[quick] = plan(key, index)
+    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, _address(workspace, limit), limit, stream)
     if late_bias:
         _finish(out.ptr, out_stride, bias, out, False, stream)
 
@@ -56,39 +58,39 @@ def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_for
     m, n = out.shape
     if not (m and n):
         return
-    padded_m, k = a.shape
-    padded_n = b.shape[0]
+    (padded_m, k), padded_n = a.shape, b.shape[0]
     if k == 0:
         _finish(None, 0, bias, out, accumulate, stream)
         return
-    index, out_stride = out.device.index, launch.row_stride(out)
-    # float32 outputs take a bfloat16 bias only, so theirs is added afterwards
-    fused = bias is not None and out.dtype is not float32
-    padded = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | (bias.ptr if fused and bias is not None else 0)) % _ALIGNMENT != 0
-    scaling = "tensor" if a_scale_inv.size == 1 and b_scale_inv.size == 1 else "row"
-    limit = _usable(workspace)
-    quick = (index, padded_m, padded_n, k, a_format, b_format, padded or out.dtype, out_stride, fused, accumulate, fast_accumulate, scaling, limit)
+    index, limit, out_stride = out.device.index, _usable(workspace), launch.row_stride(out)
+    # cuBLASLt adds only a bfloat16 bias to a float32 product, so that one's is added afterwards
+    late_bias = bias is not None and out.dtype is float32
+    bias_ptr = 0 if bias is None or late_bias else bias.ptr
+    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr) % _ALIGNMENT != 0
+    scaling: Scaling = "tensor" if a_scale_inv.size == 1 and b_scale_inv.size == 1 else "row"
+    fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
+    quick = (index, padded_m, padded_n, k, a_format.name, b_format.name, written, 0 if unfit else out_stride, fused, accumulate,
+             fast_accumulate, scaling, limit)
     ready = _PLANS.get(quick)
     if ready is None:
         key = MatmulKey(
-            padded_m, padded_n, k, "nt", _code_type(a_format), _code_type(b_format), float32 if padded else out.dtype,
-            launch.row_stride(a), launch.row_stride(b), padded_n if padded else out_stride, bias=fused and not padded,
-            accumulate=accumulate and not padded, scaling=scaling, fast_accumulate=fast_accumulate, workspace=limit, alignment=_ALIGNMENT,
-        )  # type: ignore[arg-type]
+            padded_m, padded_n, k, "nt", _code_type(a_format), _code_type(b_format), written, launch.row_stride(a), launch.row_stride(b),
+            padded_n if unfit else out_stride, bias=fused, accumulate=accumulate and not unfit, scaling=scaling,
+            fast_accumulate=fast_accumulate, workspace=limit, alignment=_ALIGNMENT,
+        )
         ready = _PLANS[quick] = plan(key, index)
-    scratch = workspace.ptr if workspace is not None and limit else 0
-    if not padded:
-        ready.run(a.ptr, b.ptr, out.ptr, a_scale_inv.ptr, b_scale_inv.ptr, bias.ptr if fused and bias is not None else 0, scratch, limit, stream)
-        if bias is not None and not fused:
-            _finish(out.ptr, out_stride, bias, out, False, stream)
-        return
-    wanted = fp8_gemm_workspace(m, n) if padded_m != m or padded_n != n else WORKSPACE + 4 * m * n
-    if workspace is None or workspace.size < wanted:
-        got = "None" if workspace is None else f"{workspace.size} bytes"
-        raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
-    product = workspace.ptr + WORKSPACE
-    ready.run(a.ptr, b.ptr, product, a_scale_inv.ptr, b_scale_inv.ptr, 0, scratch, limit, stream)
-    _finish(product, padded_n, bias, out, accumulate, stream)
+    product, scratch = out.ptr, _address(workspace, limit)
+    if unfit:
+        wanted = WORKSPACE + 4 * padded_m * padded_n
+        if workspace is None or workspace.shape[0] < wanted:
+            got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
+            raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
+        product = workspace.ptr + WORKSPACE
+    ready.run(a.ptr, b.ptr, product, a_scale_inv.ptr, b_scale_inv.ptr, 0 if unfit else bias_ptr, scratch, limit, stream)
+    if unfit:
+        _finish(product, padded_n, bias, out, accumulate, stream)
+    elif late_bias:
+        _finish(product, out_stride, bias, out, False, stream)
 
 
 def gemm_workspace() -> int:
@@ -105,6 +107,10 @@ def fp8_gemm_workspace(rows: int, columns: int) -> int:
 def _usable(workspace: ArrayView | None) -> int:
     """Bytes of a workspace that cuBLASLt gets: all it wants, or none."""
     return WORKSPACE if workspace is not None and workspace.shape[0] >= WORKSPACE else 0
+
+
+def _address(workspace: ArrayView | None, limit: int) -> int:
+    return workspace.ptr if workspace is not None and limit else 0
 
 
 def _code_type(fmt: Format) -> DType:

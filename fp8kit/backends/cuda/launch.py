@@ -1,18 +1,17 @@
 """Kernels as Python objects, and launching them.
 
-A launch is on every operation's path, so it is one ctypes call of the driver's ``cuLaunchKernel`` from a buffer of arguments that each
-thread keeps: every parameter is eight bytes wide (see ``raw_kernels.manifest``), one ``struct.pack_into`` fills them all. Modules live in
-the device's primary context, the one that CuPy, PyTorch and JAX use.
+Cubins are loaded by ``cupy.RawModule`` and launched by the ``Function`` behind its kernels, on a raw stream handle. A launch is on
+every operation's path, so what is looked up once (function, parameter types, stream holder) is kept.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import compile as kernel_compiler
@@ -20,8 +19,6 @@ from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType
 from fp8kit.raw_kernels import manifest
 
-_PARAMETERS = 64
-_BYTES = 8 * _PARAMETERS + 4096
 _PLAIN_SHARED = 48 * 1024  # dynamic shared memory beyond this must be asked for
 _LOADING = threading.Lock()
 
@@ -48,18 +45,22 @@ def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) ->
     return min(-(-jobs // jobs_per_block), waves * sm_count(device_index))
 
 
+# What CuPy passes as a parameter of that kind: an int as 8 bytes, a float as a double, an array of one structure by value.
+_TYPES = {"q": int, "d": float, "s": bytes}
+
+
 class Kernel:
     """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes, ``resources`` what it uses."""
 
-    __slots__ = ("device", "handle", "layout", "module", "name", "parameters", "resources", "shared_limit")
+    __slots__ = ("device", "function", "name", "parameters", "raw", "resources", "shared_limit", "types")
 
-    def __init__(self, name: str, device: int, module: Any, handle: int, parameters: str, resources: kernel_compiler.Resources) -> None:
+    def __init__(self, name: str, device: int, raw: Any, parameters: str, resources: kernel_compiler.Resources) -> None:
         self.name = name
         self.device = device
-        self.module = module
-        self.handle = handle
+        self.raw = raw
+        self.function = raw.kernel
         self.parameters = parameters
-        self.layout = None if parameters.endswith("s") else struct.Struct("=" + parameters)
+        self.types = tuple(_TYPES[code] for code in parameters)
         self.resources = resources
         self.shared_limit = _PLAIN_SHARED
 
@@ -67,18 +68,16 @@ class Kernel:
         return f"Kernel({self.name}, cuda:{self.device})"
 
 
-class _Arguments(threading.local):
-    """A thread's argument buffer and the array of pointers into it that cuLaunchKernel reads."""
+class _Stream:
+    """A raw stream handle as CuPy's launcher takes it."""
 
-    def __init__(self) -> None:
-        self.buffer = (ctypes.c_char * _BYTES)()
-        start = ctypes.addressof(self.buffer)
-        self._pointers = (ctypes.c_void_p * _PARAMETERS)(*(start + 8 * i for i in range(_PARAMETERS)))
-        self.pointers = ctypes.addressof(self._pointers)
-        self.bound: set[int] = set()  # devices whose primary context this thread has made current before
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
 
 
-_ARGUMENTS = _Arguments()
+_STREAMS: dict[int, _Stream] = {}
 
 
 @functools.cache
@@ -88,16 +87,6 @@ def runtime() -> Any:
         from cupy.cuda import runtime as module
     except ImportError as error:
         raise BackendError(f"cuda: CuPy cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
-    return module
-
-
-@functools.cache
-def driver() -> Any:
-    """``cuda.bindings.driver``; BackendError where it is missing."""
-    try:
-        from cuda.bindings import driver as module
-    except ImportError as error:
-        raise BackendError(f"cuda: cuda-bindings cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
     return module
 
 
@@ -125,27 +114,22 @@ def kernel(source: str, function: str, device_index: int, **defines: str) -> Ker
     chosen = manifest.defines(**defines)
     if chosen not in entry.variants or function not in entry.functions:
         raise BackendError(expected("kernel", f"{source}: {function}", dict(chosen), "a function and a variant that its comments list"))
-    with _LOADING:
+    with _LOADING, current_device(device_index):
         module, resources = _module(source, chosen, device_index)
-        handle = _checked("cuModuleGetFunction", driver().cuModuleGetFunction(module, function.encode()))
-    return Kernel(function, device_index, module, int(handle), entry.parameters[function], resources[function])
+        raw = module.get_function(function)
+        return Kernel(function, device_index, raw, entry.parameters[function], resources[function])
 
 
 @functools.cache
 def _module(source: str, defines: manifest.Defines, device_index: int) -> tuple[Any, dict[str, kernel_compiler.Resources]]:
     compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)))
-    with current_device(device_index):
-        return _checked("cuModuleLoadData", driver().cuModuleLoadData(compiled.path.read_bytes())), compiled.resources
+    import cupy
 
-
-def _checked(call: str, result: tuple[Any, ...]) -> Any:
-    if int(result[0]) != 0:
-        raise BackendError(f"{call}: {result[0].name}")
-    return result[1] if len(result) > 1 else None
+    return cupy.RawModule(path=str(compiled.path)), compiled.resources
 
 
 class current_device:
-    """Context manager: make a device, and its primary context, current in this thread, and restore the former one after."""
+    """Context manager: make a device current in this thread, and restore the former one after."""
 
     __slots__ = ("former", "index")
 
@@ -155,9 +139,8 @@ class current_device:
     def __enter__(self) -> None:
         calls = runtime()
         self.former = calls.getDevice()
-        if self.former != self.index or self.index not in _ARGUMENTS.bound:
+        if self.former != self.index:
             calls.setDevice(self.index)
-            _ARGUMENTS.bound.add(self.index)
 
     def __exit__(self, *error: object) -> None:
         if self.former != self.index:
@@ -165,54 +148,50 @@ class current_device:
 
 
 @functools.cache
-def _entry() -> tuple[Any, Any]:
-    try:
-        call = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    except OSError as error:
-        raise BackendError(f"cuda: the NVIDIA driver is missing ({error})") from error
-    size, pointer = ctypes.c_uint, ctypes.c_void_p
-    call.argtypes = (pointer, size, size, size, size, size, size, size, pointer, pointer, pointer)
-    call.restype = ctypes.c_int
-    return call, runtime().getDevice
+def _get_device() -> Any:
+    return runtime().getDevice
 
 
-def launch(kernel: Kernel, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0) -> None:
+def launch(
+    kernel: Kernel, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0
+) -> None:
     """Launch ``kernel`` on a raw ``stream`` of its device.
 
     ``grid`` and ``block``: a number, or up to three. ``args``: an int for every pointer and integer, a float for every double, bytes for a
     trailing structure; their number is checked. ``shared``: dynamic shared memory in bytes. A grid of no blocks launches nothing.
     BackendError when the driver refuses the launch.
     """
-    gx, gy, gz = (grid, 1, 1) if type(grid) is int else (*grid, 1, 1)[:3]  # type: ignore[misc]
-    bx, by, bz = (block, 1, 1) if type(block) is int else (*block, 1, 1)[:3]  # type: ignore[misc]
-    if not (gx and gy and gz):
+    grid = (grid,) if grid.__class__ is int else grid  # type: ignore[assignment]
+    block = (block,) if block.__class__ is int else block  # type: ignore[assignment]
+    if 0 in grid or 0 in block:  # type: ignore[operator]
         return
-    state = _ARGUMENTS
-    try:
-        if kernel.layout is not None:
-            kernel.layout.pack_into(state.buffer, 0, *args)
-        else:
-            struct.pack_into(f"={kernel.parameters[:-1]}{len(args[-1])}s", state.buffer, 0, *args)
-    except (struct.error, TypeError) as error:
-        raise BackendError(expected(f"launch of {kernel.name}", "args", f"{len(args)} ({error})", f"parameters {kernel.parameters!r}")) from error
-    call, get_device = _entry()
-    index = kernel.device
+    values = args if tuple(map(type, args)) == kernel.types else _fitted(kernel, args)
+    if kernel.types[-1] is bytes:
+        values = (*values[:-1], np.frombuffer(values[-1], np.dtype((np.void, len(values[-1])))))
+    holder = _STREAMS.get(stream)
+    if holder is None:
+        holder = _STREAMS[stream] = _Stream(stream)
     if shared > kernel.shared_limit:
-        _raise_shared_limit(kernel, shared)
-    if get_device() == index and index in state.bound:
-        status = call(kernel.handle, gx, gy, gz, bx, by, bz, shared, stream, state.pointers, None)
+        kernel.raw.max_dynamic_shared_size_bytes = kernel.shared_limit = shared
+    if _get_device()() == kernel.device:
+        _run(kernel, grid, block, values, shared, holder)
     else:
-        with current_device(index):
-            status = call(kernel.handle, gx, gy, gz, bx, by, bz, shared, stream, state.pointers, None)
-    if status:
-        name = driver().CUresult(status).name
-        raise BackendError(f"launch of {kernel.name}: {name} (grid {grid}, block {block}, {shared} bytes of shared memory, {kernel.resources})")
+        with current_device(kernel.device):
+            _run(kernel, grid, block, values, shared, holder)
 
 
-def _raise_shared_limit(kernel: Kernel, shared: int) -> None:
-    """Let ``kernel`` use ``shared`` bytes of dynamic shared memory, beyond the 48 KiB that any kernel may have."""
-    calls = driver()
-    attribute = calls.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    with current_device(kernel.device):
-        _checked("cuFuncSetAttribute", calls.cuFuncSetAttribute(calls.CUfunction(kernel.handle), attribute, shared))
-    kernel.shared_limit = shared
+def _fitted(kernel: Kernel, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments as the parameters' types: a bool becomes an int, an int a float where a double is wanted; BackendError otherwise."""
+    fits = {int: (int, np.integer), float: (int, float, np.floating), bytes: (bytes,)}
+    if len(args) != len(kernel.types) or not all(isinstance(a, fits[t]) for a, t in zip(args, kernel.types, strict=True)):
+        got = ", ".join(type(a).__name__ for a in args)
+        raise BackendError(expected(f"launch of {kernel.name}", "args", f"({got})", f"parameters {kernel.parameters!r}"))
+    return tuple(t(a) for a, t in zip(args, kernel.types, strict=True))
+
+
+def _run(kernel: Kernel, grid: Any, block: Any, values: Sequence[Any], shared: int, holder: _Stream) -> None:
+    try:
+        kernel.function(grid, block, values, shared, holder)
+    except RuntimeError as error:
+        what = f"grid {grid}, block {block}, {shared} bytes of shared memory, {kernel.resources}"
+        raise BackendError(f"launch of {kernel.name}: {error} ({what})") from error

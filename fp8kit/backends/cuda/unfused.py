@@ -2,7 +2,7 @@
 
 The scores of a tile stand in the workspace: some rows of one query head of each of some key heads, of one batch; the tile is made small
 enough for the workspace to stay bounded. Query heads that share a key head are taken one after the other, so that every product is
-batched over key heads with one stride, and dk and dv are summed over them in a fixed order, in float32. Every result is the same bits each time.
+batched over key heads with one stride, and dk and dv are summed over them in a fixed order, in float32. The same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _ALIGN = 256
 class Layout(NamedTuple):
     """How a problem is cut up, and where things lie in the workspace, in bytes from its start.
 
-    ``groups`` key heads and ``rows`` rows at most make a tile. ``scores`` and ``dweights`` (do v^T) are float32; ``weights`` and ``dscores`` have
-    the problem's dtype and are the same memory where that is float32. ``dk``, ``dv``: float32 sums of ``groups`` heads, where more than one
-    tile adds to a key head (``summed``). ``library``: cuBLASLt's own workspace.
+    ``groups`` key heads and ``rows`` rows at most make a tile. ``scores`` and ``dweights`` (do v^T) are float32; ``weights`` and
+    ``dscores`` have the problem's dtype and are the same memory where that is float32. ``dk``, ``dv``: float32 sums of ``groups`` heads,
+    where more than one tile adds to a key head (``summed``). ``library``: cuBLASLt's own workspace.
     """
 
     groups: int
@@ -100,9 +100,10 @@ def _tiles(problem: Problem, cut: Layout) -> Iterator[_Tile]:
         for group in range(0, problem.groups, cut.groups):
             for turn in range(repeat):
                 for row in range(0, problem.rows, cut.rows):
+                    rows = min(cut.rows, problem.rows - row)
                     yield _Tile(
-                        batch, group, min(cut.groups, problem.groups - group), group * repeat + turn, row, min(cut.rows, problem.rows - row),
-                        turn == 0 and row == 0, turn == repeat - 1 and row + cut.rows >= problem.rows,
+                        batch, group, min(cut.groups, problem.groups - group), group * repeat + turn, row, rows,
+                        turn == 0 and row == 0, turn == repeat - 1 and row + rows == problem.rows,
                     )
 
 
@@ -161,8 +162,8 @@ class _Call:
         self.repeat = problem.heads // problem.groups
         self.threads = min(256, max(32, -(-problem.columns // 128) * 32))  # four scores a thread, whole warps
         self.rules = (
-            cu_q.ptr if cu_q is not None and problem.padded else 0, cu_kv.ptr if cu_kv is not None and problem.padded else 0,
-            0 if rng is None else rng.ptr, int(problem.dropout * 2**32), 1 / (1 - problem.dropout), float(problem.scale), int(problem.causal),
+            0 if cu_q is None else cu_q.ptr, 0 if cu_kv is None else cu_kv.ptr, 0 if rng is None else rng.ptr,
+            int(problem.dropout * 2**32), 1 / (1 - problem.dropout), float(problem.scale), int(problem.causal),
         )
 
     def queries(self, view: ArrayView, tile: _Tile) -> _Matrices:
@@ -186,8 +187,8 @@ class _Call:
 
     def product(self, form: Literal["nt", "nn", "tn"], a: _Matrices, b: _Matrices, out: _Matrices, tile: _Tile, narrow: bool = True,
                 accumulate: bool = False) -> None:
-        """out = op(a) op(b), batched over the tile's key heads. "nt": rows x columns of scores; "nn": rows x features; "tn": columns x features.
-        ``narrow``: out has the problem's dtype, else float32."""
+        """out = op(a) op(b), batched over the tile's key heads: "nt" gives scores (rows x columns), "nn" rows x features, "tn" columns x
+        features. ``narrow``: out has the problem's dtype, else float32."""
         problem, itemsize = self.problem, self.dtype.itemsize
         out_type = self.dtype if narrow else float32
         m, n, k = {
@@ -196,8 +197,8 @@ class _Call:
         }[form]
         places = a.ptr | b.ptr | out.ptr | itemsize * (a.step | b.step) | out_type.itemsize * out.step
         key = cublaslt.MatmulKey(
-            m, n, k, form, self.dtype, self.dtype, out_type, a.row, b.row, out.row, tile.groups, a.step, b.step, out.step, accumulate=accumulate,
-            alignment=16 if places % 16 == 0 else itemsize,
+            m, n, k, form, self.dtype, self.dtype, out_type, a.row, b.row, out.row, tile.groups, a.step, b.step, out.step,
+            accumulate=accumulate, alignment=16 if places % 16 == 0 else itemsize,
         )
         plan = cublaslt.plan(key, self.device)
         plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, self.base + self.cut.library, cublaslt.WORKSPACE, self.stream)

@@ -1,28 +1,32 @@
 """Activations: GELU, SiLU, ReLU and SwiGLU, forward and backward.
 
-NumPy's float32 exp uses SIMD and a compiled scalar loop does not, so these are NumPy expressions over blocks that stay in cache.
-GELU and SiLU are one formula, ``x * sigmoid(z(x))`` with ``z(x) = x (a + b x^2)``: SiLU has a = 1, b = 0; GELU in its tanh form (Hendrycks
-& Gimpel 2016) a = 2 sqrt(2 / pi), b = 0.044715 a, since (1 + tanh(u)) / 2 = sigmoid(2 u). The sigmoid keeps its relative accuracy where
-1 + tanh(u) cancels, at large negative x.
+All but ReLU are one formula, ``x * sigmoid(z(x))`` with ``z(x) = x (a + b x^2)``: SiLU has a = 1, b = 0; GELU in its tanh form (Hendrycks &
+Gimpel 2016) a = 2 sqrt(2 / pi), b = 0.044715 a, since (1 + tanh(u)) / 2 = sigmoid(2 u). The sigmoid keeps its relative accuracy where
+1 + tanh(u) cancels, at large negative x. SwiGLU (Shazeer 2020) multiplies the SiLU of the first half of the columns by the second half.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
-from fp8kit.backends.reference._numpy import Float32, Sink, blocks, column_sum, f32, quiet, store
+from fp8kit.backends.reference._numpy import Array, Float32, Sink, column_sum, f32, quiet, store
+from fp8kit.backends.reference.exponential import exp32
+from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.errors import BackendError, expected
 
-_ONE = np.float32(1)
+_ONE, _THREE = np.float32(1), np.float32(3)
+_GELU = 2 * math.sqrt(2 / math.pi)
 _GATES = {  # (a, b) of z(x)
-    "gelu": (np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715 * 2 * math.sqrt(2 / math.pi))),
+    "gelu": (np.float32(_GELU), np.float32(0.044715 * _GELU)),
     "silu": (np.float32(1), np.float32(0)),
+    "swiglu": (np.float32(1), np.float32(0)),
 }
-ACTIVATIONS = ("gelu", "silu", "relu", "swiglu")
+ACTIVATIONS = ("relu", *_GATES)
 
 
 @quiet
@@ -31,12 +35,11 @@ def act_fwd(x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: Arr
     """``y = activation(x + bias)``; see ``protocol.Kernels.act_fwd``."""
     _known(activation)
     rows, columns = x.shape
-    shift = None if bias is None else f32(bias)
     sink = Sink(y, (rows, columns // 2 if activation == "swiglu" else columns), x.dtype)
-    source = f32(x)
-    for part in blocks(rows, columns):
-        block = source[part] if shift is None else source[part] + shift
-        _forward(block, sink.values[part], activation)
+    if activation == "relu":
+        np.maximum(f32(x) + _shift(bias, columns), np.float32(0), out=sink.values)
+    else:
+        _forward(f32(x), _shift(bias, columns), sink.values, *_GATES[activation])
     sink.finish(amax, cast)
 
 
@@ -45,13 +48,11 @@ def act_bwd(dy: ArrayView, x: ArrayView, bias: ArrayView | None, dx: ArrayView |
             amax: ArrayView | None, cast: Cast | None, activation: str, workspace: ArrayView | None, stream: int) -> None:
     """Gradients of ``act_fwd``; see ``protocol.Kernels.act_bwd``."""
     _known(activation)
-    rows, columns = x.shape
-    shift = None if bias is None else f32(bias)
     sink = Sink(dx, x.shape, x.dtype)
-    source, upstream = f32(x), f32(dy)
-    for part in blocks(rows, columns):
-        block = source[part] if shift is None else source[part] + shift
-        _backward(upstream[part], block, sink.values[part], activation)
+    if activation == "relu":
+        np.multiply(f32(dy), f32(x) + _shift(bias, x.shape[1]) > 0, out=sink.values)
+    else:
+        _backward(f32(dy), f32(x), _shift(bias, x.shape[1]), sink.values, *_GATES[activation])
     sink.finish(amax, cast)
     if dbias is not None:
         store(dbias, column_sum(f32(sink.view)))
@@ -67,50 +68,37 @@ def _known(activation: str) -> None:
         raise BackendError(expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
 
 
-def _gate(x: Float32, activation: str) -> tuple[Float32, Float32]:
-    """sigmoid(z) and x^2 for a block."""
-    a, b = _GATES[activation]
-    square = x * x
-    gate = square * -b
-    gate -= a
-    gate *= x
-    np.exp(gate, out=gate)
-    gate += _ONE
-    np.divide(_ONE, gate, out=gate)
-    return gate, square
+def _shift(bias: ArrayView | None, columns: int) -> Float32:
+    return np.zeros(columns, np.float32) if bias is None else f32(bias)
 
 
-def _forward(x: Float32, y: Float32, activation: str) -> None:
-    if activation == "relu":
-        np.maximum(x, np.float32(0), out=y)
-    elif activation == "swiglu":
-        half = x.shape[1] // 2
-        _forward(x[:, :half], y, "silu")
-        y *= x[:, half:]
-    else:
-        gate, _ = _gate(x, activation)
-        np.multiply(gate, x, out=y)
+@njit(parallel=True, fastmath={"contract"})
+def _forward(x: Array, shift: Array, y: Array, a: Any, b: Any) -> None:
+    """y = u sigmoid(z(u)), u = x + shift; multiplied by the second half of u where x is twice as wide as y."""
+    n = y.shape[1]
+    for i in prange(y.shape[0]):
+        for j in range(n):
+            u = x[i, j] + shift[j]
+            y[i, j] = u / (_ONE + exp32(-u * (a + b * u * u)))
+        if x.shape[1] != n:
+            for j in range(n):
+                y[i, j] *= x[i, n + j] + shift[n + j]
 
 
-def _backward(dy: Float32, x: Float32, dx: Float32, activation: str) -> None:
-    if activation == "relu":
-        np.multiply(dy, x > 0, out=dx)
-    elif activation == "swiglu":
-        half = x.shape[1] // 2
-        left, right = x[:, :half], x[:, half:]
-        silu = np.empty_like(dy)
-        _forward(left, silu, "silu")
-        _backward(dy * right, left, dx[:, :half], "silu")
-        np.multiply(dy, silu, out=dx[:, half:])
-    else:
-        # d/dx [x g] = g + x g (1 - g) z'(x) with g = sigmoid(z), z' = a + 3 b x^2
-        a, b = _GATES[activation]
-        gate, slope = _gate(x, activation)
-        slope *= np.float32(3) * b
-        slope += a
-        slope *= x
-        rest = _ONE - gate
-        slope *= rest
-        slope += _ONE
-        slope *= gate
-        np.multiply(dy, slope, out=dx)
+@njit(parallel=True, fastmath={"contract"})
+def _backward(dy: Array, x: Array, shift: Array, dx: Array, a: Any, b: Any) -> None:
+    """dx = dy (g + u g (1 - g) z'(u)) with g = sigmoid(z(u)), z' = a + 3 b u^2; with a second half v of u: times v, and dy u g for v."""
+    n = dy.shape[1]
+    for i in prange(dy.shape[0]):
+        if x.shape[1] == n:
+            for j in range(n):
+                u = x[i, j] + shift[j]
+                square = u * u
+                g = _ONE / (_ONE + exp32(-u * (a + b * square)))
+                dx[i, j] = dy[i, j] * g * (_ONE + u * (_ONE - g) * (a + _THREE * b * square))
+        else:
+            for j in range(n):
+                u = x[i, j] + shift[j]
+                g = _ONE / (_ONE + exp32(-u * (a + b * u * u)))
+                dx[i, n + j] = dy[i, j] * u * g
+                dx[i, j] = dy[i, j] * (x[i, n + j] + shift[n + j]) * g * (_ONE + u * (_ONE - g) * (a + _THREE * b * u * u))

@@ -1,14 +1,15 @@
-"""Scaled dot-product attention, forward and backward, block by block over (batch, query rows).
+"""Scaled dot-product attention, forward and backward, block by block over (batches, query rows).
 
-Queries are scaled and all operands copied to (b, h, s, d) float32 first; a block is the scores of some query rows of every head of one
-batch, (h_kv, group, rows, columns), so grouped-query attention is NumPy broadcasting of k and v over ``group``. A causal or padded block
-computes only the columns that one of its rows sees. Backward recomputes P from the log-sum-exp (Dao et al. 2022, appendix B).
+Queries are scaled and all operands copied to (b, h, s, d) float32 first; a block is the scores of some query rows of every head of some
+batches, (b, h_kv, group, rows, columns), so grouped-query attention is NumPy broadcasting of k and v over ``group``. A causal or padded
+block computes only the columns that one of its rows sees. Backward recomputes P from the log-sum-exp (Dao et al. 2022, appendix B).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,13 +17,17 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import AttentionSpec
 from fp8kit.backends.reference._numpy import Array, Float32, quiet, store
 from fp8kit.backends.reference.dropout import Dropout, dropout
+from fp8kit.backends.reference.exponential import exp32
+from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType
 
 # Query rows of a block: fewer waste less above the diagonal, more make better matrix products.
-_ROWS = 128
-# Scores of a block, a memory bound for long sequences and many heads.
-_SCORES = 1 << 22
+_LEAST_ROWS, _MOST_ROWS = 16, 128
+# Multiplications up to which OpenBLAS runs a product in the calling thread: waking its threads for every head costs more than they save.
+_ONE_THREAD = 1 << 18
+# Scores of a block: what stays in cache, and a memory bound for long sequences with many heads.
+_SCORES = 1 << 19
 
 _CAUSAL = {"no_mask": False, "padding": False, "causal": True, "padding_causal": True}
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # to (b, h, s, d)
@@ -41,18 +46,16 @@ def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: A
     sums = lse.numpy().reshape(queries.shape[:4])
     sums[...] = -np.inf
     random = dropout(spec.dropout, rng)
+    buffer = np.empty(0, np.float32)
     for at in _blocks(queries, keys, cu_seqlens_q, cu_seqlens_kv, spec):
-        scores = at.scores(queries, keys)
-        top = scores.max(axis=-1, keepdims=True)
-        scores -= top
-        np.exp(scores, out=scores)
-        denominator = np.add.reduce(scores, axis=-1, keepdims=True)
-        sums[at.rows] = (top + np.log(denominator))[..., 0]
+        buffer, p = at.room(buffer)
+        np.matmul(queries[at.rows], keys[at.columns].swapaxes(-1, -2), out=p)
+        lse_block = np.empty(p.shape[:4], np.float32)
+        _softmax(p.reshape(-1, at.seen), lse_block.reshape(-1), at.first, at.last - at.first, at.causal)
+        sums[at.rows] = lse_block
         if random is not None:
-            scores *= at.factors(random)
-        block = np.matmul(scores, values[at.columns])
-        block /= denominator
-        out[at.rows] = block
+            p *= at.factors(random)
+        out[at.rows] = np.matmul(p, values[at.columns])
     _put(o, out, spec)
 
 
@@ -73,17 +76,20 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
     sums = lse.numpy().reshape(queries.shape[:4])
     dqueries, dkeys, dvalues = np.zeros_like(queries), np.zeros_like(keys), np.zeros_like(values)
     random = dropout(spec.dropout, rng)
+    first, second = np.empty(0, np.float32), np.empty(0, np.float32)
     for at in _blocks(queries, keys, cu_seqlens_q, cu_seqlens_kv, spec):
-        p = at.scores(queries, keys)
-        p -= sums[at.rows][..., None]
-        np.exp(p, out=p)
+        first, p = at.room(first)
+        second, ds = at.room(second)
+        np.matmul(queries[at.rows], keys[at.columns].swapaxes(-1, -2), out=p)
+        np.matmul(upstream[at.rows], values[at.columns].swapaxes(-1, -2), out=ds)
         factors = None if random is None else at.factors(random)
-        dvalues[at.columns] += _over_group(p if factors is None else p * factors, upstream[at.rows])
-        ds = np.matmul(upstream[at.rows], values[at.columns].swapaxes(-1, -2))
         if factors is not None:
             ds *= factors
-        ds -= delta[at.rows]
-        ds *= p
+        _gradient(p.reshape(-1, at.seen), ds.reshape(-1, at.seen), sums[at.rows].reshape(-1), delta[at.rows].reshape(-1), at.first,
+                  at.last - at.first, at.causal)
+        if factors is not None:
+            p *= factors
+        dvalues[at.columns] += _over_group(p, upstream[at.rows])
         dqueries[at.rows] = np.matmul(ds, keys[at.columns])
         dkeys[at.columns] += _over_group(ds, queries[at.rows])
     dqueries *= scale
@@ -98,9 +104,9 @@ def attention_workspace(q: tuple[int, ...], kv: tuple[int, ...], dtype: DType, s
 
 
 class _Block(NamedTuple):
-    """Some query rows of one batch and the columns that they see. Operands are (b, h_kv, group, s, d), group 1 for keys and values."""
+    """Some query rows of some batches and the columns that they see. Operands are (b, h_kv, group, s, d), group 1 for keys and values."""
 
-    batch: int
+    batches: slice
     first: int
     last: int
     seen: int
@@ -108,31 +114,30 @@ class _Block(NamedTuple):
     shape: tuple[int, int, int, int]  # h_kv, group, s_q, s_kv
 
     @property
-    def rows(self) -> tuple[int, slice, slice, slice]:
-        return (self.batch, slice(None), slice(None), slice(self.first, self.last))
+    def rows(self) -> tuple[slice, ...]:
+        """Index of the block's query rows."""
+        return (self.batches, slice(None), slice(None), slice(self.first, self.last))
 
     @property
-    def columns(self) -> tuple[int, slice, slice, slice]:
-        return (self.batch, slice(None), slice(None), slice(0, self.seen))
+    def columns(self) -> tuple[slice, ...]:
+        """Index of the key and value rows that they see."""
+        return (self.batches, slice(None), slice(None), slice(0, self.seen))
 
-    def scores(self, queries: Float32, keys: Float32) -> Float32:
-        """q k^T, (h_kv, group, rows, seen), -Inf where a row does not see a column."""
-        scores = np.matmul(queries[self.rows], keys[self.columns].swapaxes(-1, -2))
-        if self.causal and self.seen > self.first:
-            hidden = np.arange(self.first, self.last)[:, None] < np.arange(self.first, self.seen)
-            scores[..., self.first :] += np.where(hidden, np.float32(-np.inf), np.float32(0))
-        return np.asarray(scores)
+    def room(self, buffer: Float32) -> tuple[Float32, Float32]:
+        """The buffer, or a larger one where it is too small, and its beginning as this block's (b, h_kv, group, rows, seen) scores."""
+        shape = (self.batches.stop - self.batches.start, *self.shape[:2], self.last - self.first, self.seen)
+        size = math.prod(shape)
+        if buffer.size < size:
+            buffer = np.empty(size, np.float32)
+        return buffer, buffer[:size].reshape(shape)
 
     def factors(self, random: Dropout) -> Float32:
         """The dropout factors of this block: element ((batch * heads + head) * s_q + i) * s_kv + j."""
         kv_heads, group, length, width = self.shape
-        heads = kv_heads * group
-        rows = self.last - self.first
-        found = np.empty((heads, rows, self.seen), np.float32)
-        for head in range(heads):
-            start = ((self.batch * heads + head) * length + self.first) * width
-            found[head] = random.factors(start, (rows, width))[:, : self.seen]
-        return found.reshape(kv_heads, group, rows, self.seen)
+        heads = np.arange(self.batches.start * kv_heads * group, self.batches.stop * kv_heads * group)
+        rows = np.arange(self.first, self.last)
+        starts = (heads[:, None] * length + rows) * width
+        return random.factors(starts.reshape(-1), self.seen).reshape(-1, kv_heads, group, len(rows), self.seen)
 
 
 def _blocks(queries: Float32, keys: Float32, cu_q: ArrayView | None, cu_kv: ArrayView | None, spec: AttentionSpec) -> Iterator[_Block]:
@@ -140,16 +145,18 @@ def _blocks(queries: Float32, keys: Float32, cu_q: ArrayView | None, cu_kv: Arra
     if spec.mask not in _CAUSAL:
         raise BackendError(expected("attention", "mask", repr(spec.mask), f"one of {', '.join(_CAUSAL)}"))
     causal = _CAUSAL[spec.mask]
-    batches, kv_heads, group, length, _ = queries.shape
+    batches, kv_heads, group, length, depth = queries.shape
     width = keys.shape[3]
+    step = max(_LEAST_ROWS, min(_MOST_ROWS, _ONE_THREAD // max(1, width * depth)))
+    together = max(1, _SCORES // max(1, kv_heads * group * step * width)) if cu_q is None and cu_kv is None else 1
     lengths, widths = _true(cu_q, batches, length), _true(cu_kv, batches, width)
-    step = max(1, min(_ROWS, _SCORES // max(1, kv_heads * group * width)))
-    for batch in range(batches):
-        for first in range(0, int(lengths[batch]), step):
-            last = min(first + step, int(lengths[batch]))
-            seen = min(last, int(widths[batch])) if causal else int(widths[batch])
+    for batch in range(0, batches, together):
+        rows, columns = int(lengths[batch]), int(widths[batch])
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            seen = min(last, columns) if causal else columns
             if seen:
-                yield _Block(batch, first, last, seen, causal, (kv_heads, group, length, width))
+                yield _Block(slice(batch, min(batch + together, batches)), first, last, seen, causal, (kv_heads, group, length, width))
 
 
 def _true(cu_seqlens: ArrayView | None, batches: int, length: int) -> Array:
@@ -172,6 +179,43 @@ def _put(view: ArrayView, values: Float32, spec: AttentionSpec) -> None:
 
 
 def _over_group(left: Float32, right: Float32) -> Float32:
-    """left^T right, summed over the query heads that share a key head: (h_kv, 1, columns, d)."""
+    """left^T right, summed over the query heads that share a key head: (b, h_kv, 1, columns, d)."""
     product = np.matmul(left.swapaxes(-1, -2), right)
-    return np.add.reduce(product, axis=1, keepdims=True) if product.shape[1] != 1 else product
+    return np.add.reduce(product, axis=2, keepdims=True) if product.shape[2] != 1 else product
+
+
+@njit(parallel=True, fastmath={"contract", "reassoc", "nsz"})
+def _softmax(scores: Array, lse: Array, first: Any, rows: Any, causal: Any) -> None:
+    """Scores (heads * rows, columns) of query rows ``first`` ... become probabilities in place, 0 where a row does not see a column."""
+    columns = scores.shape[1]
+    for r in prange(scores.shape[0]):
+        seen = min(columns, first + r % rows + 1) if causal else columns
+        top = scores[r, 0]
+        for j in range(seen):
+            top = max(top, scores[r, j])
+        total = np.float32(0)
+        for j in range(seen):
+            e = exp32(scores[r, j] - top)
+            scores[r, j] = e
+            total += e
+        lse[r] = top + np.log(total)
+        factor = np.float32(1) / total
+        for j in range(seen):
+            scores[r, j] *= factor
+        for j in range(seen, columns):
+            scores[r, j] = 0
+
+
+@njit(parallel=True, fastmath={"contract"})
+def _gradient(scores: Array, ds: Array, lse: Array, delta: Array, first: Any, rows: Any, causal: Any) -> None:
+    """Scores become probabilities and ds, which holds the probabilities' gradients, the scores' gradients; both in place."""
+    columns = scores.shape[1]
+    for r in prange(scores.shape[0]):
+        seen = min(columns, first + r % rows + 1) if causal else columns
+        for j in range(seen):
+            p = exp32(scores[r, j] - lse[r])
+            scores[r, j] = p
+            ds[r, j] = p * (ds[r, j] - delta[r])
+        for j in range(seen, columns):
+            scores[r, j] = 0
+            ds[r, j] = 0

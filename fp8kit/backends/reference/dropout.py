@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.reference import philox
-from fp8kit.backends.reference._numpy import Float32, blocks, column_sum, f32, quiet, result, store
+from fp8kit.backends.reference._numpy import Array, Float32, blocks, column_sum, f32, quiet, result, store
+from fp8kit.backends.reference.philox import words
+from fp8kit.backends.reference.threads import njit, prange
 
 
 class Dropout:
@@ -18,11 +20,15 @@ class Dropout:
         self.threshold = np.uint32(int(p * 2.0**32))
         self.factor = np.float32(1.0 / (1.0 - p))
 
-    def factors(self, start: int, shape: tuple[int, ...]) -> Float32:
-        """Factors of the elements ``start``, ``start + 1``, ... as a float32 array of ``shape``."""
-        words: NDArray[np.uint32] = np.empty(int(np.prod(shape)), np.uint32)
-        philox.words(self.seed, self.offset, start, words)
-        return np.multiply(words >= self.threshold, self.factor, dtype=np.float32).reshape(shape)
+    def factors(self, starts: Array, columns: int) -> Float32:
+        """Factors, float32 (rows, columns), of rows whose first elements have the indices ``starts``, int64 (rows,)."""
+        found = np.empty((len(starts), columns), np.float32)
+        _factors(self.seed, self.offset, starts, self.threshold, self.factor, found)
+        return found
+
+    def block(self, rows: slice, columns: int) -> Float32:
+        """Factors of some rows of a matrix."""
+        return self.factors(np.arange(rows.start, rows.stop) * columns, columns)
 
 
 def dropout(p: float, rng: ArrayView | None) -> Dropout | None:
@@ -44,7 +50,7 @@ def dropout_add(x: ArrayView, bias: ArrayView | None, residual: ArrayView | None
         if shift is not None:
             block = block + shift
         if mask is not None:
-            block = block * mask.factors(part.start * columns, block.shape)
+            block = block * mask.block(part, columns)
         if base is not None:
             np.add(base[part], block, out=values[part])
         elif block.ctypes.data != values[part].ctypes.data:
@@ -63,8 +69,17 @@ def dropout_bwd(dy: ArrayView, dx: ArrayView | None, dbias: ArrayView | None, p:
         source = values
         values = np.empty(dy.shape, np.float32) if dx is None else result(dx)
         for part in blocks(rows, columns):
-            np.multiply(source[part], mask.factors(part.start * columns, source[part].shape), out=values[part])
+            np.multiply(source[part], mask.block(part, columns), out=values[part])
     if dx is not None:
         store(dx, values)
     if dbias is not None:
         store(dbias, column_sum(values))
+
+
+@njit(parallel=True)
+def _factors(seed: Any, offset: Any, starts: Array, threshold: Any, factor: Any, out: Array) -> None:
+    for i in prange(out.shape[0]):
+        drawn = np.empty(out.shape[1], np.uint32)
+        words(seed, offset, starts[i], drawn)
+        for j in range(out.shape[1]):
+            out[i, j] = factor if drawn[j] >= threshold else np.float32(0)

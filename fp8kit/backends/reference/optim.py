@@ -62,10 +62,9 @@ def _adamw(weights: Array, grads: Array, ms: Array, vs: Array, lr: Any, keep1: A
            decay: Any, first: Any, second: Any) -> None:
     n = weights.size
     for task in prange((n + _TASK - 1) // _TASK):
-        for i in range(task * _TASK, min(n, task * _TASK + _TASK)):
-            g = grads[i]
-            m = keep1 * ms[i] + add1 * g
-            v = keep2 * vs[i] + add2 * (g * g)
-            ms[i] = m
-            vs[i] = v
-            weights[i] -= lr * ((m / first) / (np.sqrt(v / second) + epsilon) + decay * weights[i])
+        part = slice(task * _TASK, min(n, task * _TASK + _TASK))
+        w, g, m, v = weights[part], grads[part], ms[part], vs[part]
+        for i in range(w.size):  # an index that starts at 0 lets LLVM use SIMD: it needs no test for negative ones
+            m[i] = keep1 * m[i] + add1 * g[i]
+            v[i] = keep2 * v[i] + add2 * (g[i] * g[i])
+            w[i] -= lr * ((m[i] / first) / (np.sqrt(v[i] / second) + epsilon) + decay * w[i])

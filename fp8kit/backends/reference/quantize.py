@@ -138,7 +138,7 @@ def _cast_by_codec(x: Array, q: Array, scale: Array, tile: tuple[int, int], fmt:
 
 def _reciprocal(scale: ArrayView, scale_inv: ArrayView) -> None:
     with np.errstate(divide="ignore", over="ignore"):
-        np.divide(np.float32(1), scale.numpy(), out=scale_inv.numpy())
+        np.divide(np.float32(1), scale.numpy().reshape(-1), out=scale_inv.numpy().reshape(-1))
 
 
 def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None, format: Format,

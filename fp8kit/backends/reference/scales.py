@@ -70,14 +70,14 @@ def scale_from_amax(amax: ArrayView, scale: ArrayView, scale_inv: ArrayView, fp8
     """See ``Kernels.scale_from_amax``."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         # a NaN amax must stay NaN, so no fmax
-        most = np.maximum(amax.numpy(), np.float32(epsilon))
+        most = np.maximum(amax.numpy().reshape(-1), np.float32(epsilon))
         found = np.float32(fp8_max) / most
         found = np.where(np.isinf(found), np.float32(value_for_inf), found)
         if power_2:
             found = (found.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
         found = np.where((most > 0) & np.isfinite(most), found, np.float32(1))
-        scale.numpy()[...] = found
-        scale_inv.numpy()[...] = np.float32(1) / found
+        scale.numpy().reshape(-1)[:] = found
+        scale_inv.numpy().reshape(-1)[:] = np.float32(1) / found
 
 
 def update_delayed_(scales: Sequence[ArrayView], scale_invs: Sequence[ArrayView], histories: Sequence[ArrayView],

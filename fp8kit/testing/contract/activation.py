@@ -1,8 +1,8 @@
 """Contract cases of the activations, against float64, and of their fused casts, against the codec.
 
-Tolerances, with u = 2^-24: an engine may write GELU with tanh or as x * sigmoid(z). Either way the argument has a relative error of 4 u, which a
-saturating function damps to less than 4 u absolute, and exp, tanh and the division add 4 u: 16 u |x| in all, with a factor 2 in hand. The
-slope is g + x z'(x) g (1 - g) with g in [0, 1] known to 8 u absolute (1 - tanh^2 cancels), so 16 u (1 + |x z'(x)|), times |dy|.
+Tolerances, with u = 2^-24: an engine may write GELU with tanh or as x * sigmoid(z). Either way the argument has a relative error of 4 u,
+which a saturating function damps to less than 4 u absolute, and exp, tanh and the division add 4 u: 16 u |x| in all, with a factor 2 in
+hand. The slope is g + x z'(x) g (1 - g) with g in [0, 1] known to 8 u absolute (1 - tanh^2 cancels), so 16 u (1 + |x z'(x)|), times |dy|.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _sum(x: Array, bias: Array | None) -> Array:
     return wide(x) if bias is None else wide(x) + wide(bias)
 
 
-def _fwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False, start: float | None = None) -> Callable[[Kernels, Device], None]:
+def _fwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False,
+         start: float | None = None) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, biased)
         y = poisoned(out, dtype, device)
@@ -107,7 +108,8 @@ def _fwd_cast(dtype: DType, activation: str, shape: tuple[int, int], fmt: Format
     return run
 
 
-def _bwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False, start: float | None = None) -> Callable[[Kernels, Device], None]:
+def _bwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = False,
+         start: float | None = None) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, biased)
         dy = draw(3, out, dtype)

@@ -1,7 +1,8 @@
 """Contract cases of the cross entropy, against float64.
 
-Tolerances, with u = 2^-24: the log-sum-exp of V terms has the relative error of their sum, (V + 16) u with 8 u of it for exp and log, as an absolute
-error, and rounds at its own size. A probability exp(x - lse) has the relative error u (|x| + |lse|) of its argument and 8 u of exp.
+Tolerances, with u = 2^-24: the log-sum-exp of V terms has the relative error of their sum, (V + 16) u with 8 u of it for exp and log, as an
+absolute error, and rounds at its own size. A probability exp(x - lse) has the relative error u (|x| + |lse|) of its argument and
+8 u of exp.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def _all_ignored(kernels: Kernels, device: Device) -> None:
     assert_close("loss", get(loss), np.zeros(4), float32)
     assert_close("total", get(total), np.zeros(2), float32)
     dlogits = poisoned((4, 9), float32, device)
-    kernels.cross_entropy_bwd(put(logits, device), put(targets, device), lse, put(np.ones(1, np.float32), device), total, dlogits, 0.0, IGNORE, 0)
+    one = put(np.ones(1, np.float32), device)
+    kernels.cross_entropy_bwd(put(logits, device), put(targets, device), lse, one, total, dlogits, 0.0, IGNORE, 0)
     assert_close("dlogits", get(dlogits), np.zeros((4, 9)), float32)
 
 

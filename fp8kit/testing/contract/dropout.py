@@ -76,7 +76,8 @@ CASES = [
     *table("dropout_add", {f"{d.name}-{p}-{s[0]}x{s[1]}": _add(d, s, p) for d in HIGH_PRECISION for p in (0.0, 0.1) for s in SIZES}),
     *table("dropout_add", {f"{d.name}-{p}-plain": _add(d, (9, 37), p, False, False) for d in HIGH_PRECISION for p in (0.0, 0.5)}),
     *table("dropout_add", {f"{d.name}-{p}-y-is-x": _add(d, (9, 37), p, alias=True) for d in HIGH_PRECISION for p in (0.0, 0.9)}),
-    *table("dropout_add", {f"{d.name}-{p}-y-is-x-plain": _add(d, (9, 37), p, False, False, True) for d in HIGH_PRECISION for p in (0.0, 0.5)}),
+    *table("dropout_add", {f"{d.name}-{p}-y-is-x-plain": _add(d, (9, 37), p, False, False, True)
+                           for d in HIGH_PRECISION for p in (0.0, 0.5)}),
     *table("dropout_bwd", {f"{d.name}-{p}-{w}-{s[0]}x{s[1]}": _bwd(d, s, p, w) for d in HIGH_PRECISION for p in (0.0, 0.1)
                            for w in ("dx", "dbias", "both") for s in SIZES}),
     *table("dropout_bwd", {f"{d.name}-dx-is-dy": _bwd(d, (9, 37), 0.3, "both", True) for d in HIGH_PRECISION}),

@@ -73,7 +73,8 @@ def _name(dtype: DType, kind: DType, sizes: tuple[int, int, int]) -> str:
 
 CASES = [
     *table("embedding_fwd", {_name(d, i, s): _fwd(d, i, s) for d in HIGH_PRECISION for i in (int32, int64) for s in SIZES}),
-    *table("embedding_fwd", {f"{d.name}-{i.name}-out-of-range": _fwd(d, i, (10, 7, 12), True) for d in HIGH_PRECISION for i in (int32, int64)}),
+    *table("embedding_fwd", {f"{d.name}-{i.name}-out-of-range": _fwd(d, i, (10, 7, 12), True)
+                             for d in HIGH_PRECISION for i in (int32, int64)}),
     *table("embedding_bwd", {_name(d, i, s): _bwd(d, i, s) for d in HIGH_PRECISION for i in (int32, int64) for s in SIZES}),
     *table("embedding_bwd", {"order": _order}),
 ]

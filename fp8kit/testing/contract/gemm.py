@@ -2,7 +2,8 @@
 
 Tolerance: a float32 sum of K products (``sum_slack``) and one rounding to the output. FP8 on tensor cores is wider: Hopper aligns the 32
 products of one instruction and the accumulator to the largest of them and keeps 14 bits, so each instruction may lose 2^-13 of the sum of
-magnitudes. ``fast_accumulate`` does all ceil(K / 32) instructions so; the split accumulator at most 4 (128 products) before it promotes to float32.
+magnitudes. ``fast_accumulate`` does all ceil(K / 32) instructions so; the split accumulator at most 4 (128 products) before it promotes to
+float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contract cases of the normalisations, against float64, and of their fused casts, against the codec.
 
-Tolerances, with u = 2^-24: the mean's error is that of a sum of N; a deviation d adds its own rounding; rstd's relative error is half that of
-the sum of squares, (N + 8) u, plus what the deviations' error does to it. Products add a few u of each factor.
+Tolerances, with u = 2^-24: the mean's error is that of a sum of N; a deviation d adds its own rounding; rstd's relative error is half that
+of the sum of squares, (N + 8) u, plus what the deviations' error does to it. Products add a few u of each factor.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _bwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
         dx = {"dy": upstream, "residual": added}.get(alias) or poisoned(shape, dtype, device)
         dweight, dbias = poisoned((n,), dtype, device), poisoned((n,), dtype, device) if layer else None
         kernels.norm_bwd(upstream, put(x, device), put(weight, device), put(mean, device) if layer else None, put(rstd, device),
-                         added if residual else None, dx, dweight, dbias, norm, centred, workspace(kernels.norm_bwd_workspace(m, n), device), 0)
+                         added if residual else None, dx, dweight, dbias, norm, centred,
+                         workspace(kernels.norm_bwd_workspace(m, n), device), 0)
         mu, inverse = wide(mean)[:, None], wide(rstd)[:, None]
         xhat, gradient, onto = (wide(x) - mu) * inverse, wide(dy), wide(extra) * residual
         xhat_slack = 3 * ROUNDOFF * (np.abs(wide(x)) + np.abs(mu)) * inverse
@@ -165,7 +166,8 @@ CASES = [
     *table("norm_fwd", {f"{d.name}-{k}-zero_centered": _fwd(d, k, (9, 48), True) for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_fwd", {f"{d.name}-no-bias": _fwd(d, "LayerNorm", (9, 48), biased=False) for d in HIGH_PRECISION}),
     *table("norm_fwd", {f"{k}-large-mean": _fwd(float32, k, (9, 200), offset=100.0) for k in NORMS}),
-    *table("norm_fwd", {f"{d.name}-{k}-amax-{a}": _fwd(d, k, (33, 40), start=a) for d in HIGH_PRECISION for k in NORMS for a in (0.0, 99.0)}),
+    *table("norm_fwd", {f"{d.name}-{k}-amax-{a}": _fwd(d, k, (33, 40), start=a)
+                        for d in HIGH_PRECISION for k in NORMS for a in (0.0, 99.0)}),
     *table("norm_fwd", {f"{d.name}-{k}-cast-{f}": _fwd_cast(d, k, (32, 48), f, (0, 0), True, False) for d in HIGH_PRECISION for k in NORMS
                         for f in (E4M3, E5M2)}),
     *table("norm_fwd", {f"{d.name}-{k}-cast-padded-y": _fwd_cast(d, k, (17, 33), E4M3, (15, 15), True, True)

@@ -1,0 +1,54 @@
+# Everything runs in the virtual environment .venv, which is made on first use. Nothing is installed again until pyproject.toml changes.
+#   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
+#   make test       ruff, mypy and every test that needs no GPU
+#   make test-gpu   the tests that need a GPU
+#   make bench      times, with a check of each result                                     (runs/bench.json)
+#   make info       devices, versions, and what runs or is missing
+#   make clean      remove .venv, runs and caches
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+
+# the CUDA libraries are installed where a working NVIDIA driver is
+GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
+DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
+TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
+
+.PHONY: demo test test-gpu bench info clean
+.DELETE_ON_ERROR:
+
+demo: $(DEMO)
+	$(BIN)/python -m fp8kit demo
+
+test: $(TEST)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+
+test-gpu: $(TEST)
+	@$(if $(GPU),true,echo "make test-gpu: nvidia-smi finds no GPU" && exit 1)
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(DEMO)
+	mkdir -p runs
+	$(BIN)/python -m fp8kit bench --json runs/bench.json
+
+info: $(DEMO)
+	$(BIN)/python -m fp8kit info
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8kit needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[demo$(if $(GPU),$(comma)$(GPU))]'
+	@touch $@
+
+$(TEST): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test$(if $(GPU),$(comma)$(GPU))]'
+	@touch $@

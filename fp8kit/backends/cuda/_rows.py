@@ -1,0 +1,91 @@
+"""What the memory-bound kernels share on the host: kernel look-up, casts as bytes, sums over rows."""
+
+from __future__ import annotations
+
+import struct
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.protocol import Cast
+from fp8kit.errors import BackendError, expected
+from fp8kit.formats import E4M3, E5M2
+
+# How many blocks fill the largest GPUs a few times over. Fixed, so that sums are cut up the same way on every device.
+BLOCKS = 1056
+TYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+_CAST = struct.Struct("=12q")  # raw_kernels/rows.cuh, struct Cast
+_NO_CAST = bytes(_CAST.size)
+
+
+def kernel(source: str, function: str, like: ArrayView, **defines: str) -> launch.Kernel:
+    """``function`` of ``source`` for ``like``'s device and element type."""
+    return launch.kernel(source, function, like.device.index, T=launch.type_name(like.dtype), **defines)
+
+
+def address(view: ArrayView | None) -> int:
+    """The view's address, 0 for an absent one."""
+    return 0 if view is None else view.ptr
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return -(-a // b)
+
+
+def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
+    """The kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for formats other than E4M3 and E5M2."""
+    if cast is None:
+        return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, 0, 0, 0, 0, 0, 0, 0)
+    if cast.format != E4M3 and cast.format != E5M2:
+        raise BackendError(expected("cast", "format", cast.format, "E4M3 or E5M2"))
+    q, q_t = cast.q, cast.q_t
+    return _CAST.pack(
+        address(q), address(q_t), cast.scale.ptr, cast.scale_inv.ptr, address(cast.amax),
+        *((0, 0, 0) if q is None else (*q.shape, q.strides[0])),
+        *((0, 0, 0) if q_t is None else (*q_t.shape, q_t.strides[0])),
+        int(cast.format == E5M2),
+    )
+
+
+def covered(cast: Cast | None, rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns that a kernel must walk to write a (rows, columns) result and its cast's padding."""
+    if cast is not None and cast.q is not None:
+        rows, columns = max(rows, cast.q.shape[0]), max(columns, cast.q.shape[1])
+    if cast is not None and cast.q_t is not None:
+        rows, columns = max(rows, cast.q_t.shape[1]), max(columns, cast.q_t.shape[0])
+    return rows, columns
+
+
+def sum_partials(partial: int, blocks: int, out: ArrayView, second: ArrayView | None, stream: int) -> None:
+    """Column sums of the float32 partial sums at address ``partial``, (blocks, 1 or 2, N), into ``out`` and ``second``, (N,) each."""
+    columns = out.size
+    grid = (ceil_div(columns, 32), 1 if second is None else 2)
+    launch.launch(kernel("dropout.cu", "sum_partials", out), grid, (32, 16), (partial, out.ptr, address(second), blocks, columns), stream)
+
+
+def _column_blocks(rows: int, columns: int) -> tuple[int, int, int]:
+    """(blocks over columns, rows a block, blocks over rows) of ``column_sums``."""
+    across = ceil_div(columns, 256)
+    down = max(1, min(BLOCKS // max(across, 1), ceil_div(rows, 32)))
+    tall = max(8, ceil_div(ceil_div(rows, down), 8) * 8)
+    return across, tall, ceil_div(rows, tall)
+
+
+def column_sums_bytes(rows: int, columns: int) -> int:
+    """Bytes of workspace of ``column_sums`` with an ``out``."""
+    return _column_blocks(rows, columns)[2] * columns * 4
+
+
+def column_sums(x: ArrayView, dx: ArrayView | None, out: ArrayView | None, rng: int, threshold: int, factor: float,
+                workspace: ArrayView | None, stream: int) -> None:
+    """dx = x behind dropout's mask (``rng`` = 0: none), out = its column sums. x, dx: h (M, N); out: h (N,); either may be None."""
+    if out is not None and workspace is None:
+        raise BackendError(expected("column sums", "workspace", None, f"{column_sums_bytes(*x.shape)} bytes"))
+    rows, columns = x.shape
+    across, tall, down = _column_blocks(rows, columns)
+    partial = address(workspace) if out is not None else 0
+    arguments = (x.ptr, address(dx), partial, rng, rows, columns, tall, max(across, 1), threshold, factor)
+    launch.launch(kernel("dropout.cu", "column_sums", x), across * down, (32, 8), arguments, stream)
+    if out is not None:
+        sum_partials(partial, down, out, None, stream)

@@ -1,0 +1,85 @@
+"""LayerNorm and RMSNorm, in one pass with their casts, and their gradients."""
+
+from __future__ import annotations
+
+import functools
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, covered, kernel, sum_partials
+from fp8kit.backends.protocol import Cast, Normalization
+from fp8kit.errors import BackendError, expected
+
+_OPT_IN_SHARED = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
+_STATIC_SHARED = 1024  # more than what the kernel itself declares
+
+
+@functools.cache
+def _blocking(columns: int, itemsize: int, transposed: bool, device: int) -> tuple[int, int, int, int]:
+    """(rows a block, pitch of a row kept in shared memory or 0, bytes of that, threads) of ``norm_fwd``.
+
+    Transposed codes want many rows a block, so that a row of q_t gets many neighbours; otherwise small blocks overlap better.
+    """
+    limit = int(launch.runtime().deviceGetAttribute(_OPT_IN_SHARED, device)) - _STATIC_SHARED
+    pitch = ceil_div(columns, 8) * 8 + 16 // itemsize  # 16 bytes more: rows start in different banks
+    for rows in (16, 8) if transposed else (4,):
+        shared = rows * pitch * itemsize
+        if shared <= limit:
+            return rows, pitch, shared, 512 if transposed or shared > 32 * 1024 else 128
+    return (16, 0, 0, 512) if transposed else (4, 0, 0, 128)
+
+
+def _check(normalization: str, mean: ArrayView | None) -> None:
+    if normalization not in ("LayerNorm", "RMSNorm"):
+        raise BackendError(expected("norm", "normalization", repr(normalization), '"LayerNorm" or "RMSNorm"'))
+    if (mean is None) != (normalization == "RMSNorm"):
+        raise BackendError(expected("norm", "mean", "None" if mean is None else "an array", "an array for LayerNorm, None for RMSNorm"))
+
+
+def norm_fwd(x: ArrayView, weight: ArrayView, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None,
+             rstd: ArrayView, amax: ArrayView | None, cast: Cast | None, normalization: Normalization, epsilon: float,
+             zero_centered_gamma: bool, stream: int) -> None:
+    """See ``backends.protocol``. BackendError for an unknown normalisation and for a cast to a format other than E4M3 and E5M2."""
+    _check(normalization, mean)
+    rows, columns = x.shape
+    tall, pitch, shared, threads = _blocking(columns, x.dtype.itemsize, cast is not None and cast.q_t is not None, x.device.index)
+    down, right = covered(cast, rows, columns)
+    arguments = (
+        x.ptr, weight.ptr, address(bias), address(y), address(mean), rstd.ptr, rows, columns, right, tall, pitch, epsilon,
+        1.0 if zero_centered_gamma else 0.0, cast_bytes(cast, amax),
+    )
+    grid = max(ceil_div(down, tall), 0 if cast is None else 1)
+    launch.launch(kernel("norm.cu", "norm_fwd", x), grid, threads, arguments, stream, shared)
+
+
+def _bwd_blocking(rows: int, columns: int) -> tuple[str, int, int]:
+    """(function, threads, blocks) of ``norm_bwd``. Blocks are as many as a large GPU holds at once: each leaves a row of partial sums."""
+    if columns <= 2048:
+        threads = max(32, ceil_div(columns, 256) * 32)
+        return "norm_bwd", threads, min(rows, 132 * min(4, 768 // threads))
+    if columns <= 8192:
+        threads = ceil_div(columns, 512) * 32
+        return "norm_bwd_two", threads, min(rows, 264 if threads <= 256 else 132)
+    return "norm_bwd_any", 512, min(rows, 264)
+
+
+def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
+             dx: ArrayView, dweight: ArrayView, dbias: ArrayView | None, normalization: Normalization, zero_centered_gamma: bool,
+             workspace: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``. BackendError for an unknown normalisation and a missing workspace."""
+    _check(normalization, mean)
+    rows, columns = x.shape
+    if workspace is None:
+        raise BackendError(expected("norm_bwd", "workspace", None, f"{norm_bwd_workspace(rows, columns)} bytes"))
+    function, threads, blocks = _bwd_blocking(rows, columns)
+    arguments = (
+        dy.ptr, x.ptr, weight.ptr, address(mean), rstd.ptr, address(residual), dx.ptr, workspace.ptr, rows, columns,
+        1.0 if zero_centered_gamma else 0.0, int(dbias is not None),
+    )
+    launch.launch(kernel("norm.cu", function, x), blocks, threads, arguments, stream)
+    sum_partials(workspace.ptr, blocks, dweight, dbias, stream)
+
+
+def norm_bwd_workspace(rows: int, columns: int) -> int:
+    """See ``backends.protocol``."""
+    return _bwd_blocking(rows, columns)[2] * 2 * columns * 4

@@ -1,0 +1,101 @@
+"""Kernels over many tensors at once: AdamW, the global gradient norm, clipping by it.
+
+Tensors of one type are listed in a table that travels by value with the launch, so that a step costs a launch for every 64 (AdamW) or 128
+tensors, and no memory.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._rows import TYPE_CODES, address, ceil_div, kernel
+from fp8kit.errors import BackendError, expected
+from fp8kit.formats import DType
+
+# raw_kernels/optim.cu: elements a block takes, its threads, and the tables' layouts (columns of so many rows)
+_PIECE, _THREADS = 8192, 256
+_ADAMW_TENSORS = 64
+_LIST_TENSORS = 128
+_ADAMW = struct.Struct(f"={6 * _ADAMW_TENSORS}q{_ADAMW_TENSORS}I{_ADAMW_TENSORS}f")
+_LIST = struct.Struct(f"={2 * _LIST_TENSORS}q{_LIST_TENSORS}I")
+
+
+def _pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """First block of each tensor, and the number of blocks."""
+    first, blocks = [], 0
+    for size in sizes:
+        first.append(blocks)
+        blocks += ceil_div(size, _PIECE)
+    return first, blocks
+
+
+def _table(layout: struct.Struct, length: int, columns: Sequence[Sequence[Any]]) -> bytes:
+    """Columns of values packed one after the other, each filled up with zeros to ``length``."""
+    return layout.pack(*(value for column in columns for value in (*column, *(0 for _ in range(length - len(column))))))
+
+
+def _by_dtype(xs: Sequence[ArrayView]) -> dict[DType, list[ArrayView]]:
+    """The non-empty tensors of each type, in order."""
+    found: dict[DType, list[ArrayView]] = {}
+    for x in xs:
+        if x.size:
+            found.setdefault(x.dtype, []).append(x)
+    return found
+
+
+def _lists(xs: Sequence[ArrayView]) -> Iterator[tuple[ArrayView, int, bytes, int]]:
+    """(a tensor of the list, number of tensors, table, blocks) for each launch over ``xs``."""
+    for views in _by_dtype(xs).values():
+        for start in range(0, len(views), _LIST_TENSORS):
+            part = views[start : start + _LIST_TENSORS]
+            sizes = [x.size for x in part]
+            first, blocks = _pieces(sizes)
+            yield part[0], len(part), _table(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)), blocks
+
+
+def adamw_(params: Sequence[ArrayView], grads: Sequence[ArrayView], exp_avgs: Sequence[ArrayView],
+           exp_avg_sqs: Sequence[ArrayView], masters: Sequence[ArrayView | None], lr: float, beta1: float, beta2: float,
+           epsilon: float, weight_decays: Sequence[float], step: int, stream: int) -> None:
+    """See ``backends.protocol``. ``step`` counts from 1. BackendError for a step below 1."""
+    if step < 1:
+        raise BackendError(expected("adamw_", "step", step, "at least 1"))
+    rows: dict[tuple[DType, DType], list[tuple[ArrayView, ...]]] = {}
+    for row in zip(params, grads, exp_avgs, exp_avg_sqs, masters, weight_decays, strict=True):
+        if row[0].size:
+            rows.setdefault((row[0].dtype, row[1].dtype), []).append(row)
+    scalars = (lr, beta1, 1 - beta1, beta2, 1 - beta2, epsilon, 1 - beta1**step, 1 - beta2**step)
+    for (_, grad_type), group in rows.items():
+        for start in range(0, len(group), _ADAMW_TENSORS):
+            part = group[start : start + _ADAMW_TENSORS]
+            sizes = [row[0].size for row in part]
+            first, blocks = _pieces(sizes)
+            pointers = [[address(view) for view in column] for column in list(zip(*part, strict=True))[:5]]
+            table = _table(_ADAMW, _ADAMW_TENSORS, (*pointers, sizes, first, [row[5] for row in part]))
+            arguments = (*scalars, TYPE_CODES[grad_type.name], len(part), table)
+            launch.launch(kernel("optim.cu", "adamw", part[0][0]), blocks, _THREADS, arguments, stream)
+
+
+def l2norm(xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``. Squares are summed in float32 over 8192 elements, those sums in float64."""
+    parts = 0
+    for like, count, table, blocks in _lists(xs):
+        if workspace is None:
+            raise BackendError(expected("l2norm", "workspace", None, f"{l2norm_workspace([x.size for x in xs])} bytes"))
+        launch.launch(kernel("optim.cu", "l2norm_parts", like), blocks, _THREADS, (workspace.ptr + 4 * parts, count, table), stream)
+        parts += blocks
+    launch.launch(kernel("optim.cu", "l2norm_total", out), 1, _THREADS, (address(workspace), out.ptr, parts), stream)
+
+
+def l2norm_workspace(sizes: Sequence[int]) -> int:
+    """See ``backends.protocol``."""
+    return 4 * sum(ceil_div(size, _PIECE) for size in sizes)
+
+
+def clip_(xs: Sequence[ArrayView], norm: ArrayView, max_norm: float, stream: int) -> None:
+    """See ``backends.protocol``. A NaN norm makes every element NaN, as the formula says."""
+    for like, count, table, blocks in _lists(xs):
+        launch.launch(kernel("optim.cu", "clip", like), blocks, _THREADS, (norm.ptr, float(max_norm), count, table), stream)

@@ -1,0 +1,148 @@
+"""The contract's casts: amax, quantize, dequantize and quantize_transpose.
+
+E4M3 and E5M2, rounded to nearest and saturating, take the hardware's conversion, 16 codes a thread; every other format and mode the exact
+integer path. Both give the oracle's bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.protocol import Cast
+from fp8kit.formats import E4M3, E5M2, Format, float64
+
+_FORMAT_NAMES = {"E4M3": "e4m3", "E5M2": "e5m2"}
+_THREADS = 256
+_VECTOR = 16
+_TILE_ROWS, _TILE_COLUMNS = 128, 64  # of quantize_transpose's blocks
+_CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
+
+
+def format_name(fmt: Format) -> str | None:
+    """The sources' name of a format with a hardware conversion, None for any other."""
+    return _FORMAT_NAMES.get(fmt.name) if fmt in (E4M3, E5M2) else None
+
+
+@functools.cache
+def _narrow(fmt: Format, saturate: bool) -> bytes:
+    """fp8.cuh's structure ``Narrow`` for a format and an overflow rule."""
+    nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
+    beyond = 1 << 8
+    if saturate or fmt.nan_code is None:
+        over, signed = fmt.max_code, True
+    elif fmt.inf_code is not None:
+        over, signed = fmt.inf_code, True
+    else:
+        over, signed = fmt.nan_code, False
+    if fmt.inf_code is not None:
+        inf_from, nan_from = fmt.inf_code, fmt.inf_code + 1
+    else:
+        inf_from = nan_from = beyond if fmt.nan_code is None else fmt.nan_code
+    lowest = (1 if fmt.zero else 0) - fmt.bias
+    magnitude = (1 << (fmt.exponent_bits + fmt.mantissa_bits)) - 1
+    negative = 0 if fmt.nan_code is None else fmt.nan_code
+    return struct.pack("=12i", fmt.mantissa_bits, lowest, fmt.zero, fmt.sign_code, magnitude, fmt.max_code, over, signed, nan, negative,
+                       inf_from, nan_from)
+
+
+def _tiling(x: ArrayView, tile: tuple[int, int]) -> tuple[int, int, int]:
+    """Rows and columns of a tile, no larger than ``x`` (at least 1), and the number of tiles."""
+    rows, columns = x.shape
+    height, width = max(min(tile[0], rows), 1), max(min(tile[1], columns), 1)
+    return height, width, max(-(-rows // height) * -(-columns // width), 1)
+
+
+def _fast(fmt: Format, x: ArrayView, width: int, tiles: int) -> str | None:
+    """The format's name where the vector kernels take the call: 16 neighbours share a scale."""
+    whole = tiles == 1 or (x.shape[1] % _VECTOR == 0 and width % _VECTOR == 0)
+    return format_name(fmt) if whole and x.dtype is not float64 else None
+
+
+def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
+    """See ``backends.protocol``."""
+    n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
+    if not n:
+        return
+    height, width, tiles = _tiling(x, tile)
+    if tiles == 1:
+        kernel = launch.kernel("amax.cu", "amax_tensor", index, T=name)
+        launch.launch(kernel, launch.blocks(n, _THREADS * 32 // x.dtype.itemsize, index), _THREADS, (x.ptr, amax.ptr, n), stream)
+        return
+    rows, columns = x.shape
+    chunk = max(1, _CHUNK // width)
+    warps = tiles * -(-height // chunk)
+    kernel = launch.kernel("amax.cu", "amax_tiles", index, T=name)
+    args = (x.ptr, amax.ptr, rows, columns, height, width, chunk)
+    launch.launch(kernel, launch.blocks(warps, _THREADS // 32, index), _THREADS, args, stream)
+
+
+def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None, format: Format,
+             tile: tuple[int, int], saturate: bool, rng: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``."""
+    rows, columns = x.shape
+    n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
+    height, width, tiles = _tiling(x, tile)
+    fast = _fast(format, x, width, tiles) if saturate and rng is None else None
+    if fast is not None:
+        kernel = launch.kernel("quantize.cu", "quantize_fp8", index, T=name, FORMAT=fast)
+        in_pass = amax if tiles == 1 else None
+        args = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, 0 if in_pass is None else in_pass.ptr, n, max(columns, 1), height, width, tiles)
+        launch.launch(kernel, launch.blocks(max(n, tiles, 1), _THREADS * _VECTOR, index), _THREADS, args, stream)
+        if amax is not None and in_pass is None:
+            _amax(x, amax, tile, stream)
+        return
+    kernel = launch.kernel("quantize_any.cu", "quantize_any", index, T=name)
+    rng_ptr = 0 if rng is None else rng.ptr
+    arguments = (x.ptr, q.ptr, scale.ptr, scale_inv.ptr, rng_ptr, rows, columns, height, width, tiles, _narrow(format, saturate))
+    launch.launch(kernel, launch.blocks(max(n, tiles, 1), _THREADS * 4, index), _THREADS, arguments, stream)
+    if amax is not None:
+        _amax(x, amax, tile, stream)
+
+
+_amax = amax  # quantize has an argument of that name
+
+
+def dequantize(q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int) -> None:
+    """See ``backends.protocol``."""
+    rows, columns = x.shape
+    n, index, name = x.size, x.device.index, launch.type_name(x.dtype)
+    height, width, tiles = _tiling(x, tile)
+    fast = _fast(format, x, width, tiles)
+    if not n:
+        return
+    if fast is not None:
+        kernel = launch.kernel("quantize.cu", "dequantize_fp8", index, T=name, FORMAT=fast)
+        grid = launch.blocks(n, _THREADS * _VECTOR, index)
+        launch.launch(kernel, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, n, columns, height, width, tiles), stream)
+        return
+    kernel = launch.kernel("quantize_any.cu", "dequantize_any", index, T=name)
+    arguments = (q.ptr, x.ptr, scale_inv.ptr, rows, columns, height, width, tiles, _narrow(format, True))
+    launch.launch(kernel, launch.blocks(n, _THREADS, index), _THREADS, arguments, stream)
+
+
+def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``."""
+    rows, columns = x.shape
+    q, q_t, index = cast.q, cast.q_t, x.device.index
+    name = launch.type_name(x.dtype)
+    padded_rows, padded_columns = q.shape if q is not None else (q_t.shape[1], q_t.shape[0])  # type: ignore[union-attr]
+    kernel = launch.kernel("quantize.cu", "quantize_transpose", index, T=name, FORMAT=_FORMAT_NAMES[cast.format.name])
+    grid = -(-padded_rows // _TILE_ROWS) * -(-padded_columns // _TILE_COLUMNS)
+    partials = workspace.ptr if dbias is not None and workspace is not None else 0
+    args = (
+        x.ptr, 0 if q is None else q.ptr, 0 if q_t is None else q_t.ptr, cast.scale.ptr, cast.scale_inv.ptr,
+        0 if cast.amax is None else cast.amax.ptr, partials, rows, columns, padded_rows, padded_columns,
+        0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t),
+    )
+    launch.launch(kernel, max(grid, 1), _THREADS, args, stream)
+    if dbias is not None:
+        sums = launch.kernel("amax.cu", "column_sums", index, T=name)
+        launch.launch(sums, -(-columns // 32), (32, 8), (partials, dbias.ptr, -(-rows // _TILE_ROWS), columns), stream)
+
+
+def quantize_transpose_workspace(rows: int, columns: int) -> int:
+    """See ``backends.protocol``: a float32 sum for each column of each of the blocks' row tiles."""
+    return 4 * -(-rows // _TILE_ROWS) * columns

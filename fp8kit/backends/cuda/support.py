@@ -1,0 +1,75 @@
+"""What this machine has of what the CUDA engine needs: the rows of ``fp8kit info``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fp8kit.backends.cuda import compile as kernel_compiler
+from fp8kit.backends.cuda import cublaslt, launch
+from fp8kit.backends.cuda.device import cupy, provider
+
+_INSTALL = "pip install 'fp8kit[cuda13]'"
+
+
+class Row(NamedTuple):
+    """A component, whether it "runs" or is "missing", and its version or what to do about it."""
+
+    component: str
+    status: str
+    detail: str
+
+
+def report() -> list[Row]:
+    """Every component with its state. Never raises, and starts no more than it must to ask for versions."""
+    rows = [_ask(name, question, cure) for name, question, cure in _QUESTIONS]
+    return [*rows, *(_ask(f"device cuda:{i}", lambda i=i: _device(i), "needs compute capability 8.9") for i in range(provider.count()))]  # type: ignore[misc]
+
+
+def _ask(name: str, question: Callable[[], str], cure: str) -> Row:
+    try:
+        return Row(name, "runs", question())
+    except Exception as error:  # whatever a broken installation raises is the answer
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Row(name, "missing", said if cure in said else f"{said}; {cure}")
+
+
+def _driver() -> str:
+    version = int(launch.runtime().driverGetVersion())
+    if not version:
+        raise RuntimeError("no NVIDIA driver")
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _device(index: int) -> str:
+    properties = launch.runtime().getDeviceProperties(index)
+    major, minor = launch.capability(index)
+    arch = kernel_compiler.arch_of((major, minor))
+    return f"{properties['name'].decode()}, compute capability {major}.{minor} ({arch}), {properties['totalGlobalMem'] / 2**30:.0f} GiB"
+
+
+def _cupy() -> str:
+    return str(cupy().__version__)
+
+
+def _nvrtc() -> str:
+    return "{}.{}".format(*kernel_compiler.nvrtc_version())
+
+
+def _cublaslt() -> str:
+    return str(cublaslt.library().get_version())
+
+
+def _cudnn() -> str:
+    import cudnn
+
+    return f"{cudnn.__version__} on cuDNN {cudnn.backend_version()}"
+
+
+_QUESTIONS: tuple[tuple[str, Callable[[], str], str], ...] = (
+    ("driver", _driver, "install NVIDIA's driver, 580 or newer"),
+    ("CuPy", _cupy, _INSTALL),
+    ("NVRTC", _nvrtc, _INSTALL),
+    ("cuBLASLt", _cublaslt, _INSTALL),
+    ("cuDNN frontend", _cudnn, _INSTALL),
+)

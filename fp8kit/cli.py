@@ -1,0 +1,174 @@
+"""The ``fp8kit`` command: info, demo, train and bench. ``python -m fp8kit`` is the same."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import fp8kit
+from fp8kit import arrays, formats, settings
+from fp8kit.arrays import Device
+from fp8kit.backends import dispatch
+from fp8kit.errors import Fp8kitError
+from fp8kit.models.presets import PRESETS, preset
+
+FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``arguments``, None: the process's own. Returns the exit status: 0, or 1 with the reason on standard error."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except Fp8kitError as error:
+        print(f"fp8kit {options.command}: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fp8kit", description="FP8 transformer layers on NumPy and CuPy arrays.")
+    parser.add_argument("--version", action="version", version=f"fp8kit {fp8kit.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    info = commands.add_parser("info", help="devices, versions, and what runs or is missing")
+    info.set_defaults(run=_info)
+
+    demo = commands.add_parser("demo", help="train a small GPT in high precision and in FP8, and compare")
+    demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the results (%(default)s)")
+    demo.set_defaults(run=_demo)
+
+    train = commands.add_parser("train", help="train one GPT and save it")
+    train.add_argument("--preset", choices=PRESETS, required=True, help="size")
+    train.add_argument("--precision", choices=("high", "fp8"), default="fp8",
+                       help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)")
+    train.add_argument("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder of the results (%(default)s)")
+    train.set_defaults(run=_train)
+
+    for command in (demo, train):
+        command.add_argument("--steps", type=_positive, metavar="N", help="optimiser steps (the preset's)")
+        command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
+        command.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+
+    bench = commands.add_parser("bench", help="time casts and training steps; on a GPU also layers and GEMMs")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers and versions to FILE")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return number
+
+
+def _device(options: argparse.Namespace) -> Device:
+    """The device that was asked for, or the default one. BackendError where it is not usable."""
+    return dispatch.default_device() if options.device is None else arrays.device(options.device)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from fp8kit.models.demo import run_demo
+
+    device = _device(options)
+    size = preset(options.preset or ("demo-cpu" if device.kind == "cpu" else "demo-gpu"))
+    verdict = run_demo(size, options.out, device, options.steps, options.seed)
+    print(f"\nresults are in {options.out}/")
+    for failure in verdict.failures:
+        print(f"fp8kit demo: FAILED: {failure}", file=sys.stderr)
+    return FAILED if verdict.failures else 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from fp8kit import checkpoint
+    from fp8kit.models import text
+    from fp8kit.models.train import fp8_recipe, high_precision, train, write_losses, write_statistics
+
+    device, size = _device(options), preset(options.preset)
+    if options.steps is not None:
+        size = size.with_steps(options.steps)
+    recipe = fp8_recipe(size) if options.precision == "fp8" else None
+    corpus = text.standard_library()
+    run = train(size, corpus, recipe, "FP8" if recipe else high_precision(device).name, device, options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_losses(options.out / "loss.csv", {run.label: run.losses})
+    if recipe:
+        write_statistics(options.out / "scales.csv", run.statistics)
+    checkpoint.save(options.out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
+    print(f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})")
+    print(f"results are in {options.out}/")
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from fp8kit import bench
+
+    results = bench.run(dispatch.default_device())
+    print(bench.table(results))
+    if options.json is not None:
+        bench.write(options.json, results)
+    wrong = [result.name for result in results if not result.correct]
+    for name in wrong:
+        print(f"fp8kit bench: FAILED: {name} is not correct", file=sys.stderr)
+    return FAILED if wrong else 0
+
+
+# --- info -------------------------------------------------------------------------------------------------------------
+
+
+def _info(options: argparse.Namespace) -> int:
+    from fp8kit.bench import versions
+
+    sections = {
+        "machine": [("python", "", platform.python_version()), ("system", "", f"{platform.system()} {platform.machine()}"),
+                    ("default device", "", _said(lambda: str(dispatch.default_device()))),
+                    ("kernel cache", "", str(settings.cache_dir()))],
+        "libraries": [(name, "", version) for name, version in versions().items()],
+        "engine reference": [_reference()],
+        "engine cuda": _cuda(),
+        "attention on cuda": _attention(),
+    }
+    for title, rows in sections.items():
+        print(title)
+        for name, status, detail in rows:
+            print(f"  {name:38}{status:9}{detail}".rstrip())
+    return 0
+
+
+def _said(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Fp8kitError as error:
+        return str(error)
+
+
+def _reference() -> tuple[str, str, str]:
+    try:
+        found = vars(dispatch.kernels(arrays.CPU))
+    except (Fp8kitError, ImportError, OSError) as error:
+        return "cpu", "missing", str(error)
+    return "cpu", "runs", f"{len(found) - 1} kernels"
+
+
+def _cuda() -> list[tuple[str, str, str]]:
+    from fp8kit.backends.cuda import support
+
+    return [(row.component, row.status, row.detail) for row in support.report()]
+
+
+def _attention() -> list[tuple[str, str, str]]:
+    """Which paths take a causal layer of 32 heads of 128 over 4 sequences of 2048 in bfloat16."""
+    if not arrays.available("cuda"):
+        return [("all paths", "missing", "no usable CUDA device")]
+    from fp8kit.backends.cuda import attention
+    from fp8kit.ops.attention import AttentionSpec
+
+    shape = (2048, 4, 32, 128)
+    spec: Any = AttentionSpec(num_heads=32, head_dim=128)
+    said = attention.explain(shape, shape, formats.bfloat16, spec)
+    return [(path, "runs", "") if answer == "runs" else (path, "missing", answer) for path, answer in said]

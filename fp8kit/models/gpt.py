@@ -1,0 +1,103 @@
+"""``GPT``: a decoder-only transformer over bytes, and sampling from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fp8kit import nn
+from fp8kit.arrays import Device
+from fp8kit.autocast import autocast
+from fp8kit.autograd import Tensor, no_grad, tensor
+from fp8kit.errors import ShapeError, expected
+from fp8kit.formats import DType
+from fp8kit.models.presets import Preset
+from fp8kit.recipe import Recipe
+
+VOCABULARY = 256  # one token a byte
+
+
+class GPT(nn.Module):
+    """Byte and position embeddings, pre-norm causal ``TransformerLayer``s, a final LayerNorm and a head.
+
+    ``preset`` gives the sizes; ``params_dtype`` is float32, bfloat16 or float16; ``device`` None is the default device. Initial weights
+    are normal with deviation 0.02, divided by sqrt(2 layers) where a matrix writes to the residual stream (Radford et al. 2019,
+    section 2.3), and 0.05 for embeddings. Under ``autocast`` the layers' GEMMs run in FP8; embeddings and the head never do.
+    """
+
+    def __init__(self, preset: Preset, params_dtype: DType | None = None, device: Device | None = None) -> None:
+        hidden = preset.hidden
+        self.context = preset.context
+        embedding = nn.normal_init(std=0.05)
+        matrix, residual = nn.normal_init(std=0.02), nn.normal_init(std=0.02 / math.sqrt(2 * preset.layers))
+        where: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+        self.byte_embedding = nn.Embedding(VOCABULARY, hidden, init_method=embedding, **where)
+        self.position_embedding = nn.Embedding(preset.context, hidden, init_method=embedding, **where)
+        self.layers = nn.ModuleList(
+            nn.TransformerLayer(hidden, 4 * hidden, preset.heads, hidden_dropout=0.0, attention_dropout=0.0, init_method=matrix,
+                                output_layer_init_method=residual, layer_number=i + 1, self_attn_mask_type="causal",
+                                fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd", **where)
+            for i in range(preset.layers)
+        )
+        self.final_norm = nn.LayerNorm(hidden, **where)
+        self.head = nn.Linear(hidden, VOCABULARY, init_method=matrix, bias=False, **where)
+        self._positions: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def device(self) -> Device:
+        """Where the weights are."""
+        return self.byte_embedding.weight.device
+
+    def forward(self, ids: Any, is_first_microbatch: bool | None = None) -> Tensor:
+        """``ids``: int64 (sequences, length) on the model's device, length at most ``context``. Returns logits h (sequences, length, 256).
+
+        ``is_first_microbatch``: None casts the weights in each call; True casts and keeps them, False uses those kept. ShapeError
+        for ids of another rank or length.
+        """
+        if len(ids.shape) != 2 or not 0 < ids.shape[1] <= self.context:
+            raise ShapeError(expected("GPT", "ids", f"shape {tuple(ids.shape)}", f"(sequences, length <= {self.context})"))
+        x = self.byte_embedding(ids) + self.position_embedding(self._position_ids(*ids.shape))
+        for layer in self.layers:
+            x = layer(x, is_first_microbatch=is_first_microbatch)
+        with autocast(enabled=False):
+            return self.head(self.final_norm(x))  # type: ignore[no-any-return]
+
+    def _position_ids(self, sequences: int, length: int) -> Tensor:
+        """0 .. length - 1 for each sequence, int64 (sequences, length), made once a shape."""
+        found = self._positions.get((sequences, length))
+        if found is None:
+            host = np.ascontiguousarray(np.broadcast_to(np.arange(length, dtype=np.int64), (sequences, length)))
+            found = self._positions[(sequences, length)] = tensor(host, device=self.device)
+        return found
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Trainable numbers of a model, each parameter once."""
+    return sum(math.prod(parameter.shape) for parameter in model.parameters())
+
+
+def generate(model: GPT, prompt: bytes, count: int, recipe: Recipe | None = None, temperature: float = 0.8, seed: int = 0) -> bytes:
+    """``count`` bytes that follow ``prompt``, sampled one by one from softmax(logits / temperature) on the host.
+
+    ``recipe``: FP8 recipe of the forward passes, None for high precision. Each byte is one whole forward of the last ``context`` bytes;
+    the window always has that length, zeros after its end, which causal attention never sees: so there is one plan for all.
+    ShapeError for an empty prompt or a temperature that is not positive.
+    """
+    if not prompt:
+        raise ShapeError(expected("generate", "prompt", "no bytes", "at least one byte"))
+    if not temperature > 0:
+        raise ShapeError(expected("generate", "temperature", temperature, "a positive number"))
+    generator = np.random.Generator(np.random.Philox(seed))
+    text = bytearray(prompt)
+    for _ in range(count):
+        recent = text[-model.context :]
+        window = np.zeros((1, model.context), np.int64)
+        window[0, : len(recent)] = np.frombuffer(bytes(recent), np.uint8)
+        with no_grad(), autocast(enabled=recipe is not None, recipe=recipe):
+            logits = model(tensor(window, device=model.device))
+        scores = logits.numpy()[0, len(recent) - 1].astype(np.float64) / temperature
+        weights = np.exp(scores - scores.max())
+        text.append(int(generator.choice(VOCABULARY, p=weights / weights.sum())))
+    return bytes(text[len(prompt) :])

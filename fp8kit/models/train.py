@@ -1,0 +1,179 @@
+"""The training loop: the same steps in high precision and in FP8."""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import numpy as np
+
+from fp8kit import arrays, formats, nn, optim
+from fp8kit.arrays import Device
+from fp8kit.autocast import autocast
+from fp8kit.autograd import Tensor, no_grad, tensor
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit.formats import DType
+from fp8kit.models import text
+from fp8kit.models.gpt import GPT
+from fp8kit.models.presets import Preset
+from fp8kit.models.progress import Progress
+from fp8kit.models.text import Bytes, Corpus
+from fp8kit.recipe import DelayedScaling, Recipe
+
+VALIDATION_SEED = 1 << 32  # training seeds are below it
+DRAIN = 10  # steps between two readings of losses from an accelerator: reading waits for it
+
+
+class Statistic(NamedTuple):
+    """What delayed scaling knew of one tensor after ``step``: its last ``amax`` and the ``scale`` of the next step.
+
+    ``layer`` is the module's path with the GEMM's prefix, ``tensor`` is "input", "weight" or "grad_output".
+    """
+
+    step: int
+    layer: str
+    tensor: str
+    amax: float
+    scale: float
+
+
+@dataclass
+class Run:
+    """A finished training. ``losses``: nats/byte of each step; ``validation_loss``: nats/byte; ``seconds`` of all steps, the first
+    and its compilation included; ``statistics``: readings of the FP8 state, none in high precision."""
+
+    label: str
+    model: GPT
+    recipe: Recipe | None
+    losses: list[float] = field(default_factory=list)
+    validation_loss: float = math.nan
+    seconds: float = 0.0
+    statistics: list[Statistic] = field(default_factory=list)
+
+
+def high_precision(device: Device) -> DType:
+    """The dtype that a device trains in beside FP8: float32 on the CPU, bfloat16 elsewhere."""
+    return formats.float32 if device.kind == "cpu" else formats.bfloat16
+
+
+def fp8_recipe(preset: Preset) -> DelayedScaling:
+    """The recipe of the FP8 run: HYBRID, delayed scaling, with the preset's history."""
+    return DelayedScaling(amax_history_len=preset.amax_history)
+
+
+def _precision(recipe: Recipe | None) -> AbstractContextManager[object]:
+    return autocast(enabled=recipe is not None, recipe=recipe)
+
+
+def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int = 0,
+          stream: TextIO | None = None) -> Run:
+    """Train a fresh GPT of ``preset`` on ``corpus.train``, and measure it on ``corpus.validation``.
+
+    ``recipe`` None is high precision (``high_precision(device)``), else FP8. ``seed``, below 2**32, decides weights and batches, so that
+    runs that differ in the recipe alone start alike and see the same text. ``stream`` is where progress goes, None standard error. Raises
+    Fp8kitError when the loss is no longer finite.
+    """
+    if not 0 <= seed < VALIDATION_SEED:
+        raise Fp8kitError(expected("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})"))
+    nn.manual_seed(seed)
+    run = Run(label, GPT(preset, high_precision(device), device), recipe)
+    parameters = list(run.model.parameters())
+    optimizer = optim.AdamW(
+        [{"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": preset.weight_decay},
+         {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0}],
+        lr=preset.learning_rate, betas=(0.9, 0.95),
+    )
+    progress = Progress(label, preset.steps, "tokens", stream)
+    share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
+    pending: list[list[Tensor]] = []
+    start = time.perf_counter()
+    for step in range(preset.steps):
+        optimizer.lr = optim.warmup_cosine(step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10)
+        pending.append([_microbatch(run, preset, corpus.train, seed, step, micro, share, device) for micro in range(preset.accumulate)])
+        optim.clip_grad_norm_(parameters, preset.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        done = step + 1
+        if recipe is not None and (done % preset.statistics_every == 0 or step == 0):
+            run.statistics += read_statistics(run.model, done)
+        if device.kind == "cpu" or done % DRAIN == 0 or step == 0 or done == preset.steps:
+            _drain(run, pending)
+            progress.update(done, preset.tokens * len(pending), loss=run.losses[-1])
+            pending.clear()
+    arrays.synchronize(device)
+    run.seconds = time.perf_counter() - start
+    run.validation_loss = validate(run.model, preset, corpus.validation, recipe)
+    return run
+
+
+def _microbatch(run: Run, preset: Preset, corpus: Bytes, seed: int, step: int, micro: int, share: Tensor, device: Device) -> Tensor:
+    """One forward and backward; returns the loss, not yet read."""
+    ids, targets = text.batch(corpus, preset.sequences, preset.context, seed, step * preset.accumulate + micro)
+    # with several microbatches the weights are cast once a step
+    first = None if preset.accumulate == 1 else micro == 0
+    with _precision(run.recipe):
+        logits = run.model(tensor(ids, device=device), is_first_microbatch=first if run.recipe is not None else None)
+        loss = nn.cross_entropy(logits, tensor(targets, device=device))
+    loss.backward(share)
+    return loss.detach()
+
+
+def _drain(run: Run, pending: Sequence[Sequence[Tensor]]) -> None:
+    """Read the losses of steps that were queued; Fp8kitError at the first that is not finite."""
+    for losses in pending:
+        value = sum(loss.item() for loss in losses) / len(losses)
+        run.losses.append(value)
+        if not math.isfinite(value):
+            raise Fp8kitError(expected("train", f"loss of step {len(run.losses)} ({run.label})", value, "a finite number"))
+
+
+def validate(model: GPT, preset: Preset, validation: Bytes, recipe: Recipe | None) -> float:
+    """Mean loss in nats/byte over the preset's validation batches, the same ones in every run, in the precision of ``recipe``."""
+    total = 0.0
+    for i in range(preset.validation_batches):
+        ids, targets = text.batch(validation, preset.sequences, preset.context, VALIDATION_SEED, i)
+        with no_grad(), _precision(recipe):
+            logits = model(tensor(ids, device=model.device))
+            total += nn.cross_entropy(logits, tensor(targets, device=model.device)).item()
+    return total / preset.validation_batches
+
+
+def read_statistics(model: nn.Module, step: int) -> list[Statistic]:
+    """Newest amax and present scale of every quantised tensor under ``model``, read from ``fp8_meta``; waits for the device."""
+    rows = []
+    for path, module in model.named_modules():
+        meta = getattr(module, "fp8_meta", {})
+        if "scaling_fwd" not in meta:
+            continue
+        gemms: Sequence[str] = module.gemms  # type: ignore[attr-defined]
+        # slots per GEMM: input, weight, output forward, and grad_output, grad_input backward; output and grad_input stay high precision
+        for name, tensors, slots in (("scaling_fwd", ("input", "weight"), 3), ("scaling_bwd", ("grad_output",), 2)):
+            views = meta[name].views
+            amax, scale = views["amax_history"].numpy()[-1], views["scale"].numpy()
+            for i, prefix in enumerate(gemms):
+                layer = f"{path}.{prefix.rstrip('_')}".rstrip(".")
+                for j, kind in enumerate(tensors):
+                    rows.append(Statistic(step, layer, kind, float(amax[slots * i + j]), float(scale[slots * i + j])))
+    return rows
+
+
+def write_losses(path: Path, columns: Mapping[str, Sequence[float]]) -> None:
+    """A CSV file with ``step`` (from 1) and one column of losses in nats/byte for each run."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *columns])
+        writer.writerows([step, *(f"{loss:.6f}" for loss in row)] for step, row in enumerate(zip(*columns.values(), strict=True), 1))
+
+
+def write_statistics(path: Path, statistics: Sequence[Statistic]) -> None:
+    """A CSV file with one row for each reading of a tensor's amax and scale."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(Statistic._fields)
+        writer.writerows(statistics)

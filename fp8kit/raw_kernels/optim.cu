@@ -1,0 +1,149 @@
+// functions: adamw, l2norm_parts, l2norm_total, clip
+// variants: T=f32,bf16,f16
+//
+// Kernels over lists of tensors. A launch takes a table of tensors by value; each is cut into pieces of PIECE elements, one block a piece;
+// tensor t's pieces are blocks first[t] ... first[t + 1] - 1. The host splits longer lists (optim.py: the tables' layouts are mirrored
+// there).
+
+#include "rows.cuh"
+
+constexpr int THREADS = 256, ROUNDS = 4, PIECE = 8 * THREADS * ROUNDS;
+
+// The tensor that the block belongs to: the last whose first block is not after it.
+DEVICE int tensor_of(const u32* first, i64 count) {
+  int low = 0, high = (int)count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first[middle] <= blockIdx.x)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// --- AdamW -----------------------------------------------------------------------------------------------------------------
+
+constexpr int ADAMW_TENSORS = 64;
+
+struct AdamwTable {
+  T* param[ADAMW_TENSORS];
+  const void* grad[ADAMW_TENSORS];
+  float* m[ADAMW_TENSORS];
+  float* v[ADAMW_TENSORS];
+  float* master[ADAMW_TENSORS];  // null: the parameter is its own master
+  i64 size[ADAMW_TENSORS];
+  u32 first[ADAMW_TENSORS];
+  float decay[ADAMW_TENSORS];
+};
+
+template <typename G> DEVICE void grads8(const void* grad, i64 at, int valid, float (&g)[8]) {
+  floats8(static_cast<const G*>(grad) + at, valid, reinterpret_cast<u64>(grad) % 16 == 0, g);
+}
+
+// Loshchilov & Hutter 2019, algorithm 2. grad_type: 0 float32, 1 bfloat16, 2 float16. add1 = 1 - beta1, add2 = 1 - beta2,
+// correction1 = 1 - beta1**step, correction2 = 1 - beta2**step: worked out by the host in float64.
+extern "C" __global__ void __launch_bounds__(THREADS)
+adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correction1, f64 correction2, i64 grad_type, i64 count,
+      const __grid_constant__ AdamwTable table) {
+  const int t = tensor_of(table.first, count);
+  T* param = table.param[t];
+  float *m = table.m[t], *v = table.v[t], *master = table.master[t];
+  const void* grad = table.grad[t];
+  const i64 size = table.size[t], start = (i64)(blockIdx.x - table.first[t]) * PIECE;
+  const float decay = table.decay[t], rate = (float)lr;
+  const bool wide_p = rows_aligned<16>(param, 0), wide_m = rows_aligned<16>(m, 0), wide_v = rows_aligned<16>(v, 0);
+  const bool wide_w = rows_aligned<16>(master, 0);
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS; ++round) {
+    const i64 at = start + (round * THREADS + threadIdx.x) * 8;
+    const int valid = columns_left(at, size);
+    if (valid == 0) return;
+    float g[8], mean[8], square[8], w[8];
+    if (grad_type == 0)
+      grads8<f32>(grad, at, valid, g);
+    else if (grad_type == 1)
+      grads8<bf16>(grad, at, valid, g);
+    else
+      grads8<f16>(grad, at, valid, g);
+    floats8(m + at, valid, wide_m, mean);
+    floats8(v + at, valid, wide_v, square);
+    if (master != nullptr)
+      floats8(master + at, valid, wide_w, w);
+    else
+      floats8(param + at, valid, wide_p, w);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      mean[j] = (float)beta1 * mean[j] + (float)add1 * g[j];
+      square[j] = (float)beta2 * square[j] + (float)add2 * (g[j] * g[j]);
+      const float direction = (mean[j] / (float)correction1) / (sqrtf(square[j] / (float)correction2) + (float)epsilon);
+      w[j] -= rate * (direction + decay * w[j]);
+    }
+    write8(m + at, valid, wide_m, rounded8<f32>(mean));
+    write8(v + at, valid, wide_v, rounded8<f32>(square));
+    if (master != nullptr) write8(master + at, valid, wide_w, rounded8<f32>(w));
+    write8(param + at, valid, wide_p, rounded8<T>(w));
+  }
+}
+
+// --- the global norm, and clipping by it -----------------------------------------------------------------------------------
+
+constexpr int LIST_TENSORS = 128;
+
+struct ListTable {
+  T* x[LIST_TENSORS];
+  i64 size[LIST_TENSORS];
+  u32 first[LIST_TENSORS];
+};
+
+// parts[block] = the sum of squares of the block's piece.
+extern "C" __global__ void __launch_bounds__(THREADS) l2norm_parts(float* parts, i64 count, const __grid_constant__ ListTable table) {
+  __shared__ float shared[32];
+  const int t = tensor_of(table.first, count);
+  const T* x = table.x[t];
+  const i64 size = table.size[t], start = (i64)(blockIdx.x - table.first[t]) * PIECE;
+  float sum = 0.0f;
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    const i64 at = start + (round * THREADS + threadIdx.x) * 8;
+    const Eight<T> eight = read8(x + at, columns_left(at, size), rows_aligned<16>(x, 0));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += value(eight, j) * value(eight, j);
+  }
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+// out[0] = sqrt(sum of parts), summed in float64: there are few. One block.
+extern "C" __global__ void __launch_bounds__(THREADS) l2norm_total(const float* parts, float* out, i64 n) {
+  __shared__ f64 sums[THREADS];
+  f64 sum = 0.0;
+  for (i64 i = threadIdx.x; i < n; i += THREADS) sum += parts[i];
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x) return;
+  sum = 0.0;
+  for (int i = 0; i < THREADS; ++i) sum += sums[i];
+  out[0] = (float)sqrt(sum);
+}
+
+// x *= min(1, max_norm / (norm + 1e-6)); a factor of 1 writes nothing, NaN (of the norm) makes everything NaN.
+extern "C" __global__ void __launch_bounds__(THREADS)
+clip(const float* norm, f64 max_norm, i64 count, const __grid_constant__ ListTable table) {
+  const float factor = (float)max_norm / (*norm + 1e-6f);
+  if (factor >= 1.0f) return;
+  const int t = tensor_of(table.first, count);
+  T* x = table.x[t];
+  const i64 size = table.size[t], start = (i64)(blockIdx.x - table.first[t]) * PIECE;
+  const bool wide = rows_aligned<16>(x, 0);
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    const i64 at = start + (round * THREADS + threadIdx.x) * 8;
+    const int valid = columns_left(at, size);
+    float v[8];
+    floats8(x + at, valid, wide, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] *= factor;
+    if (valid) write8(x + at, valid, wide, rounded8<T>(v));
+  }
+}

@@ -1,0 +1,40 @@
+"""What all tests share: GPU tests are skipped where there is no GPU, random state starts alike, and the house's sizes are reported."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from tests.house import source
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked gpu where no CUDA device is usable; nothing of CUDA is looked for when no test is marked."""
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if not marked:
+        return
+    from fp8kit import arrays
+
+    if not arrays.available("cuda"):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no usable CUDA device here"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Every test starts from the same random state, whichever ran before it."""
+    np.random.seed(0)  # noqa: NPY002  (libraries under test may draw from the legacy state)
+    random = sys.modules.get("fp8kit.nn.random")
+    if random is not None:
+        random.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After the house's own tests: files that grow too long, and ideas whose files do not share a stem. Neither fails."""
+    ran = {report.nodeid for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "nodeid")}
+    if not any(node.startswith("tests/house/") for node in ran):
+        return
+    for line in [*source.long_files(), *source.stems()]:
+        terminalreporter.write_line(line)

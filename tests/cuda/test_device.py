@@ -1,0 +1,208 @@
+"""The CUDA device: what holds without one, then memory, copies, streams and launches on the GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8kit import arrays, formats
+from fp8kit.arrays import CPU, Device
+from fp8kit.backends.cuda import IMPLEMENTATIONS, launch, support
+from fp8kit.backends.cuda.compile import Resources
+from fp8kit.backends.protocol import KERNELS
+from fp8kit.errors import BackendError
+from fp8kit.formats import float32, uint8
+from fp8kit.testing.compare import assert_same_bits
+from fp8kit.testing.contract import get, put
+
+GPU = Device("cuda", 0)
+
+
+def test_the_engine_implements_the_contract_once() -> None:
+    names = [name for kernels in IMPLEMENTATIONS.values() for name in kernels]
+    assert sorted(names) == sorted(KERNELS)
+
+
+def test_registering_imports_no_cuda_library() -> None:
+    code = (
+        "import sys; from fp8kit.backends.registry import OpRegistry; from fp8kit.backends import cuda; cuda.register(OpRegistry()); "
+        "import fp8kit.backends.cuda.device, fp8kit.backends.cuda.support; "
+        "print([m for m in ('cupy', 'cuda', 'nvmath', 'cudnn', 'torch', 'jax') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_report_names_every_component_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise OSError("libsomething.so: no such file")
+
+    monkeypatch.setattr(support, "_QUESTIONS", (*support._QUESTIONS, ("something", broken, "pip install something")))
+    rows = {row.component: row for row in support.report()}
+    assert {"driver", "CuPy", "NVRTC", "cuBLASLt", "cuDNN frontend"} <= set(rows)
+    assert {row.status for row in rows.values()} <= {"runs", "missing"}
+    assert rows["something"] == ("something", "missing", "libsomething.so: no such file; pip install something")
+
+
+def test_a_variant_that_no_source_lists_is_refused() -> None:
+    with pytest.raises(BackendError, match="amax_tensor"):
+        launch.kernel("amax.cu", "amax_tensor", 0, T="f8")
+
+
+class _Function:
+    """Stands for CuPy's RawKernel and the Function behind it: keeps what it is launched with."""
+
+    def __init__(self) -> None:
+        self.kernel = self
+        self.launches: list[tuple[object, ...]] = []
+
+    def __call__(self, grid: object, block: object, args: tuple[object, ...], shared: int, stream: launch._Stream) -> None:
+        self.launches.append((grid, block, tuple(args), shared, stream.ptr))
+
+
+def _fake_kernel(parameters: str, monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
+    monkeypatch.setattr(launch, "_get_device", lambda: lambda: 0)
+    return launch.Kernel("fake", 0, _Function(), parameters, Resources(32, 0, 0, 0, 0))
+
+
+def test_arguments_get_the_types_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = _fake_kernel("qqdqd", monkeypatch)
+    launch.launch(kernel, (3, 2), 128, (1 << 40, -5, 0.75, True, 1), 99, 1024)
+    assert kernel.raw.launches == [((3, 2), (128,), (1 << 40, -5, 0.75, 1, 1.0), 1024, 99)]
+    assert [type(a) for a in kernel.raw.launches[0][2]] == [int, int, float, int, float]
+
+
+def test_a_structure_by_value_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = _fake_kernel("qs", monkeypatch)
+    launch.launch(kernel, 1, 32, (4, b"structure of 23 bytes.."), 0)
+    number, structure = kernel.raw.launches[0][2]
+    assert number == 4
+    assert structure.size == 1
+    assert structure.tobytes() == b"structure of 23 bytes.."
+
+
+def test_a_grid_of_no_blocks_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = _fake_kernel("q", monkeypatch)
+    launch.launch(kernel, (0, 4), 32, (1,), 0)
+    assert kernel.raw.launches == []
+
+
+@pytest.mark.parametrize("args", [(1, 2), (1, 2, 0.5, 4, 5), (1, 0.5, 0.5, 4), ("x", 2, 0.5, 4)])
+def test_arguments_that_do_not_fit_are_refused(args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="launch of fake: args"):
+        launch.launch(_fake_kernel("qqdq", monkeypatch), 1, 32, args, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "uint8"])
+def test_copies_there_and_back(dtype: str) -> None:
+    host = np.random.default_rng(0).integers(0, 100, (7, 33)).astype(formats.dtype(dtype).numpy)
+    view = put(host, GPU)
+    again = arrays.empty(view.shape, view.dtype, GPU)
+    arrays.copy(again, view)
+    assert view.ptr % 256 == 0
+    assert_same_bits("copy", get(again), host)
+    assert_same_bits("zeros", get(arrays.zeros((5, 3), view.dtype, GPU)), np.zeros((5, 3), host.dtype))
+
+
+@pytest.mark.gpu
+def test_a_copy_to_the_device_does_not_need_its_source_afterwards() -> None:
+    host = np.arange(1 << 20, dtype=np.float32)
+    view = arrays.to(arrays.as_view(host), GPU)
+    host[:] = -1
+    assert_same_bits("copy", get(view), np.arange(1 << 20, dtype=np.float32))
+
+
+@pytest.mark.gpu
+def test_native_arrays_share_memory_and_keep_it_alive() -> None:
+    import cupy
+
+    view = put(np.arange(12, dtype=np.float32).reshape(3, 4), GPU)
+    turned = arrays.provider(GPU).native(view.transpose(1, 0))
+    assert isinstance(turned, cupy.ndarray)
+    assert (turned.data.ptr, turned.shape, turned.strides) == (view.ptr, (4, 3), (4, 16))
+    address, owner = view.ptr, turned
+    del view
+    others = [arrays.zeros((3, 4), float32, GPU).ptr for _ in range(8)]
+    assert address not in others
+    assert float(owner[3, 2]) == 11
+    assert arrays.provider(GPU).native(put(np.ones(3, ml_dtypes.bfloat16), GPU)).dtype == ml_dtypes.bfloat16
+    codes = arrays.provider(GPU).native(put(np.arange(4, dtype=np.uint8), GPU).view(formats.float8_e4m3fn))
+    assert codes.dtype == np.uint8
+
+
+@pytest.mark.gpu
+def test_work_goes_to_the_current_stream_and_foreign_ones_can_wait() -> None:
+    import cupy
+
+    assert arrays.current_stream(GPU) == cupy.cuda.get_current_stream().ptr
+    with cupy.cuda.Stream(non_blocking=True) as mine:
+        assert arrays.current_stream(GPU) == mine.ptr
+        theirs = cupy.cuda.Stream(non_blocking=True)
+        source = cupy.arange(1 << 24, dtype=cupy.float32)
+        for _ in range(20):
+            source += 1
+        arrays.provider(GPU).order_after(theirs.ptr, GPU)
+    with theirs:
+        assert float((source * 1)[5]) == 25.0
+    for handle in (1, 2):
+        arrays.provider(GPU).order_after(handle, GPU)
+
+
+@pytest.mark.gpu
+def test_launches_from_threads_keep_their_arguments_apart() -> None:
+    n, count = 4096, 8
+    kernel = launch.kernel("amax.cu", "amax_tensor", 0, T="f32")
+    inputs = [put(np.full(n, i + 1, np.float32), GPU) for i in range(count)]
+    outputs = [arrays.zeros((1,), float32, GPU) for _ in range(count)]
+    arrays.synchronize(GPU)
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            launch.launch(kernel, 4, 256, (inputs[i].ptr, outputs[i].ptr, n), 0)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [float(get(out)[0]) for out in outputs] == [float(i + 1) for i in range(count)]
+
+
+@pytest.mark.gpu
+def test_refused_launches_say_what_was_wrong() -> None:
+    kernel = launch.kernel("amax.cu", "amax_tensor", 0, T="f32")
+    with pytest.raises(BackendError, match=r"args: got \(int, int\)"):
+        launch.launch(kernel, 1, 256, (0, 0), 0)
+    with pytest.raises(BackendError, match="CUDA_ERROR_INVALID_VALUE"):
+        launch.launch(kernel, 1, 4096, (0, 0, 0), 0)
+    launch.launch(kernel, 0, 256, (0, 0, 0), 0)  # no blocks, no launch
+
+
+@pytest.mark.gpu
+def test_launches_are_captured_in_a_graph() -> None:
+    import cupy
+
+    x, out = put(np.float32([3, -5, 2]), GPU), arrays.zeros((1,), float32, GPU)
+    kernel = launch.kernel("amax.cu", "amax_tensor", 0, T="f32")
+    arrays.synchronize(GPU)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        launch.launch(kernel, 1, 256, (x.ptr, out.ptr, 3), stream.ptr)
+        graph = stream.end_capture()
+        assert float(get(out)[0]) == 0.0
+        graph.launch(stream)
+        assert float(get(out)[0]) == 5.0
+
+
+@pytest.mark.gpu
+def test_views_move_between_host_and_device() -> None:
+    view = put(np.arange(6, dtype=np.uint8), GPU)
+    assert arrays.to(view, GPU) is view
+    assert arrays.to(view, CPU).dtype is uint8
+    assert view.__cuda_array_interface__["data"] == (view.ptr, False)

@@ -1,0 +1,182 @@
+"""Float8Tensor: values against the codec, memory by address, products against float64, and what is refused."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8kit import codec, formats
+from fp8kit.arrays import as_view
+from fp8kit.errors import FormatError, ShapeError
+from fp8kit.float8 import Float8Tensor, quantize
+from fp8kit.formats import E2M1, E4M3, E5M2, Format
+from fp8kit.testing.compare import assert_close, sum_slack
+
+TILES = {"tensor": (0, 0), "row": (1, 0), "block_1x128": (1, 128), "block_128x128": (128, 128), "mx_1x32": (1, 32)}
+
+
+def _x(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def _spread(per_tile, shape, scaling):
+    tile = tuple(t or n for t, n in zip(TILES[scaling], shape, strict=True))
+    down, across = np.indices(shape)
+    grid = (-(-shape[0] // tile[0]), -(-shape[1] // tile[1]))
+    return np.asarray(per_tile).reshape(grid)[down // tile[0], across // tile[1]]
+
+
+@pytest.mark.parametrize("scaling", TILES)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
+def test_current_scaling(scaling, fmt, dtype):
+    x = _x(130, 260, dtype=dtype)
+    q = quantize(x, fmt, scaling=scaling)
+    assert isinstance(q.data, np.ndarray)
+    assert (q.data.dtype, q.shape, q.scale_inv.dtype) == (np.uint8, x.shape, np.float32)
+    tile = tuple(t or n for t, n in zip(TILES[scaling], x.shape, strict=True))
+    x32 = x.astype(np.float32)
+    amax = np.maximum.reduceat(np.maximum.reduceat(np.abs(x32), range(0, 130, tile[0]), axis=0), range(0, 260, tile[1]), axis=1)
+    scale = np.float32(fmt.max) / amax
+    if scaling not in ("tensor", "row"):
+        scale = np.exp2(np.floor(np.log2(scale))).astype(np.float32)
+    np.testing.assert_array_equal(q.scale_inv.reshape(amax.shape), np.float32(1) / scale)
+    np.testing.assert_array_equal(q.data, codec.encode(x32 * _spread(scale, x.shape, scaling), fmt))
+    want = codec.decode(q.data, fmt).astype(np.float32) * _spread(q.scale_inv, x.shape, scaling)
+    np.testing.assert_array_equal(q.dequantize(), want)
+    # one rounding: half a step of the format relative, half a subnormal absolute, and float32's own three roundings
+    step = np.maximum(fmt.epsilon / 2 * np.abs(x32), fmt.smallest_subnormal / 2 * _spread(q.scale_inv, x.shape, scaling))
+    assert (np.abs(q.dequantize() - x32) <= step + 2.0**-22 * np.abs(x32)).all()
+
+
+@pytest.mark.parametrize("scale", [2.5, np.float32(2.5), np.array([2.5], np.float32), np.array(2.5, np.float32)], ids=repr)
+def test_given_scale(scale):
+    x = _x(5, 7)
+    q = quantize(x, E4M3, scale=scale)
+    np.testing.assert_array_equal(q.data, codec.encode(x * np.float32(2.5), E4M3))
+    np.testing.assert_array_equal(q.scale_inv, [np.float32(1) / np.float32(2.5)])
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (2, 3)])
+def test_given_row_scales(shape):
+    x, scale = _x(2, 3, 8), _x(6, seed=1).astype(np.float32) ** 2 + np.float32(0.1)
+    q = quantize(x, E5M2, scale=scale.reshape(shape), scaling="row")
+    np.testing.assert_array_equal(q.data, codec.encode(x * scale.reshape(2, 3, 1), E5M2))
+
+
+def test_stochastic_repeats_and_differs():
+    x = _x(40, 50)
+    first, again, other = (quantize(x, scale=1.0, rounding="stochastic", rng=rng).data for rng in ((1, 2), np.array([1, 2]), (1, 3)))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    down, up = np.sort(np.stack([np.abs(codec.decode(d, E4M3)) for d in (first, other)]), axis=0)
+    assert (down <= up).all()
+    assert (np.abs(codec.decode(first, E4M3) - x) <= np.maximum(E4M3.epsilon * np.abs(x), E4M3.smallest_subnormal)).all()
+
+
+def test_saturate_and_user_format():
+    x = np.array([[1e9, -np.inf, np.nan, 1.0]], np.float32)
+    assert quantize(x, E5M2, scale=1.0, saturate=False).data.tolist() == [[0x7C, 0xFC, 0x7F, 0x3C]]
+    assert quantize(x, E5M2, scale=1.0).data.tolist() == [[0x7B, 0xFB, 0x7F, 0x3C]]
+    mine = Format("E3M2", 3, 2, special="none")
+    np.testing.assert_array_equal(quantize(_x(3, 9), mine, scale=2.0).data, codec.encode(_x(3, 9) * np.float32(2), mine))
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
+def test_stays_in_its_library(make):
+    x = make(_x(4, 16))
+    q = quantize(x)
+    for part in (q.data, q.scale_inv, q.dequantize(), q[1:3].data, q.reshape(8, 8).data, q @ q.T):
+        assert type(part) is type(x)
+    np.testing.assert_array_equal(np.asarray(q.data), quantize(np.asarray(x)).data)
+    np.testing.assert_array_equal(np.asarray(q.dequantize()), quantize(np.asarray(x)).dequantize())
+
+
+def test_zero_copy():
+    q = quantize(_x(6, 16))
+    assert as_view(q).ptr == q.data.ctypes.data
+    assert q.T.data.ctypes.data == q.data.ctypes.data
+    assert q[2:].data.ctypes.data == q.data.ctypes.data + 32
+    assert q.reshape(-1).data.ctypes.data == q.data.ctypes.data
+    exported = torch.from_dlpack(q)
+    assert (exported.dtype, exported.data_ptr()) == (torch.float8_e4m3fn, q.data.ctypes.data)
+    native = torch.zeros(2, 16).to(torch.float8_e5m2)
+    taken = Float8Tensor(native, torch.ones(1), E5M2)
+    assert (taken.data.data_ptr(), taken.data.dtype) == (native.data_ptr(), torch.uint8)
+    assert torch.from_dlpack(quantize(_x(2, 4), E2M1)).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 32, 48), (5, 33, 7), (1, 1, 1)])
+def test_product(scaling, pair, shape):
+    m, k, n = shape
+    a, b = quantize(_x(m, k), pair[0], scaling=scaling), quantize(_x(n, k, seed=1), pair[1], scaling=scaling)
+    wide_a, wide_b = (codec.decode(t.data, t.format) * np.asarray(t.scale_inv, np.float64).reshape(-1, 1) for t in (a, b))
+    exact, size = wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T
+    product = a @ b.T
+    assert product.dtype == np.float32
+    assert_close("a @ b.T", product, exact, "float32", sum_slack(size, k))
+    assert_close("bfloat16", a.matmul(b.T, formats.bfloat16), exact, "bfloat16", sum_slack(size, k))
+
+
+def test_product_orientations_and_batches():
+    a, b = quantize(_x(2, 3, 20)), quantize(_x(20, 9, seed=1))
+    exact = a.dequantize().astype(np.float64) @ b.dequantize().astype(np.float64)
+    size = np.abs(a.dequantize()) @ np.abs(b.dequantize())
+    assert_close("batch @ b", a @ b, exact, "float32", sum_slack(size, 20))
+    assert_close("b.T @ ...", b.T @ a.reshape(6, 20).T, exact.reshape(6, 9).T, "float32", sum_slack(size.reshape(6, 9).T, 20))
+    np.testing.assert_array_equal(b.T.dequantize(), b.dequantize().T)
+    assert (b.T.shape, b.T.T.shape) == ((9, 20), (20, 9))
+    assert (quantize(_x(0, 8)) @ quantize(_x(3, 8)).T).shape == (0, 3)
+    np.testing.assert_array_equal(quantize(_x(2, 0)) @ quantize(_x(3, 0)).T, np.zeros((2, 3)))
+
+
+def test_slices_keep_their_scales():
+    q = quantize(_x(4, 3, 8), scaling="row")
+    whole = q.dequantize()
+    np.testing.assert_array_equal(q[1:3].dequantize(), whole[1:3])
+    np.testing.assert_array_equal(q[-1].dequantize(), whole[-1])
+    np.testing.assert_array_equal(q.reshape(12, 8).dequantize(), whole.reshape(12, 8))
+    np.testing.assert_array_equal(quantize(_x(5))[1:4].dequantize(), quantize(_x(5)).dequantize()[1:4])
+    assert len(q) == 4
+    assert repr(q) == "Float8Tensor((4, 3, 8), E4M3, scaling='row', cpu)"
+    assert [part.shape for part in q] == [(3, 8)] * 4
+    with pytest.raises(IndexError):
+        q[4]
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (FormatError, "int32", lambda: quantize(np.zeros((2, 2), np.int32))),
+        (FormatError, "float8_e4m3fn", lambda: quantize(quantize(_x(2, 2)))),
+        (ShapeError, "scale", lambda: quantize(_x(4, 4), scale=np.ones(3, np.float32))),
+        (ShapeError, "scale", lambda: quantize(_x(4, 4), scale=np.ones(4, np.float32))),
+        (ShapeError, "float64", lambda: quantize(_x(4, 4), scale=np.ones(1))),
+        (ShapeError, "scale", lambda: quantize(_x(4, 4), scale=np.ones(1, np.float32), scaling="row")),
+        (FormatError, "column", lambda: quantize(_x(4, 4), scaling="column")),
+        (FormatError, "rounding", lambda: quantize(_x(4, 4), rounding="up")),
+        (FormatError, "rng", lambda: quantize(_x(4, 4), rounding="stochastic")),
+        (FormatError, "rng", lambda: quantize(_x(4, 4), rng=(1, 2))),
+        (FormatError, "no Inf and no NaN", lambda: quantize(_x(4, 4), E2M1, saturate=False)),
+        (FormatError, "E4M3", lambda: quantize(_x(4, 4), "E4M3")),
+        (FormatError, "not both", lambda: quantize(_x(4, 4), E5M2) @ quantize(_x(4, 4), E5M2).T),
+        (FormatError, "E2M1", lambda: quantize(_x(4, 4), E2M1) @ quantize(_x(4, 4)).T),
+        (ShapeError, "matmul", lambda: quantize(_x(4, 4)) @ quantize(_x(4, 5)).T),
+        (FormatError, "block_1x128", lambda: quantize(_x(4, 4), scaling="block_1x128") @ quantize(_x(4, 4), scaling="block_1x128").T),
+        (FormatError, "row", lambda: quantize(_x(4, 4), scaling="row") @ quantize(_x(4, 4)).T),
+        (FormatError, "contraction", lambda: quantize(_x(4, 4), scaling="row") @ quantize(_x(4, 4), scaling="row")),
+        (FormatError, "int8", lambda: quantize(_x(4, 4)).dequantize("int8")),
+        (ShapeError, "2 dimensions", lambda: quantize(_x(4)).T),
+        (ShapeError, "last dimension", lambda: quantize(_x(4, 4), scaling="row").reshape(2, 8)),
+        (ShapeError, "index", lambda: quantize(_x(4, 4), scaling="block_1x128")[1:]),
+        (ShapeError, "scale_inv", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(2, np.float32))),
+        (FormatError, "float8_e5m2", lambda: Float8Tensor(torch.zeros(2, 2).to(torch.float8_e5m2), torch.ones(1), E4M3)),
+        (TypeError, "unsupported operand", lambda: quantize(_x(4, 4)) @ _x(4, 4)),
+    ],
+)
+def test_refusals(error, match, call):
+    with pytest.raises(error, match=match):
+        call()

@@ -1,0 +1,163 @@
+"""Who may import whom, from the source."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house import source
+
+# room -> prefixes of its modules; the longest prefix decides
+ROOMS = {
+    "public": ("fp8kit",),
+    "errors": ("fp8kit.errors",),
+    "settings": ("fp8kit.settings",),
+    "formats": ("fp8kit.formats",),
+    "raw_kernels": ("fp8kit.raw_kernels",),
+    "arrays": ("fp8kit.arrays", "fp8kit.dlpack"),
+    "codec": ("fp8kit.codec",),
+    "recipe": ("fp8kit.recipe",),
+    "autocast": ("fp8kit.autocast",),
+    "protocol": ("fp8kit.backends", "fp8kit.backends.protocol"),
+    "registry": ("fp8kit.backends.registry",),
+    "dispatch": ("fp8kit.backends.dispatch", "fp8kit.backends.policy"),
+    "reference": ("fp8kit.backends.reference",),
+    "cuda": ("fp8kit.backends.cuda",),
+    "float8": ("fp8kit.float8",),
+    "ops": ("fp8kit.spec", "fp8kit.ops"),
+    "autograd": ("fp8kit.autograd",),
+    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.checkpoint"),
+    "models": ("fp8kit.models",),
+    "testing": ("fp8kit.testing", "fp8kit.numerics"),
+    "commands": ("fp8kit.cli", "fp8kit.bench", "fp8kit.__main__"),
+    "torch": ("fp8kit_torch",),
+    "jax": ("fp8kit_jax",),
+}
+_BASE = {"errors", "settings", "formats"}
+_ENGINE = _BASE | {"arrays", "recipe", "protocol", "registry"}
+_OPS = _ENGINE | {"dispatch", "float8", "ops"}
+_LAYERS = _OPS | {"autograd", "autocast", "layers"}
+
+# room -> rooms it may import, itself always
+ALLOWED = {
+    "errors": set(),
+    "settings": {"errors"},
+    "formats": {"errors"},
+    "raw_kernels": {"errors"},
+    "arrays": _BASE,
+    "codec": _BASE,
+    "recipe": _BASE,
+    "autocast": {"recipe", "errors", "settings"},
+    "protocol": _BASE | {"arrays", "recipe"},
+    "registry": {"protocol", "errors"},
+    "dispatch": _ENGINE,
+    "reference": _ENGINE | {"codec"},
+    "cuda": _ENGINE | {"raw_kernels"},
+    "float8": _BASE | {"arrays", "recipe", "dispatch"},
+    "ops": _OPS,
+    "autograd": _OPS,
+    "layers": _LAYERS,
+    "models": _LAYERS | {"models"},
+    "testing": _LAYERS | {"codec", "models", "raw_kernels"},
+    "torch": _OPS | {"autocast", "testing"},
+    "jax": _OPS | {"autocast", "testing"},
+}
+FREE = {"public", "commands"}  # may import anything of ours
+
+# third-party package -> prefixes of modules that may import it; "lazy" ones never at module level
+ANYWHERE = {"numpy", "ml_dtypes"}
+THIRD_PARTY = {
+    "numba": ("fp8kit.backends.reference",),
+    "tbb": ("fp8kit.backends.reference",),
+    "scipy": (),
+    "safetensors": ("fp8kit.checkpoint",),
+    "matplotlib": ("fp8kit.models.plots",),
+    "cupy": ("fp8kit.backends.cuda",),
+    "cupyx": ("fp8kit.backends.cuda",),
+    "cuda": ("fp8kit.backends.cuda",),
+    "nvmath": ("fp8kit.backends.cuda",),
+    "cudnn": ("fp8kit.backends.cuda",),
+    "torch": ("fp8kit_torch",),
+    "jax": ("fp8kit_jax",),
+    "jaxlib": ("fp8kit_jax",),
+    "flax": ("fp8kit_jax",),
+    "jax_tvm_ffi": ("fp8kit_jax",),
+    "tvm_ffi": ("fp8kit_jax",),
+}
+LAZY = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "matplotlib"}
+
+
+def room_of(module: str) -> str:
+    best = [(len(prefix), room) for room, prefixes in ROOMS.items() for prefix in prefixes
+            if module == prefix or module.startswith(prefix + ".")]
+    return max(best)[1]
+
+
+def within(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("name", source.modules())
+def test_directions(name):
+    room = room_of(name)
+    if room in FREE:
+        return
+    wrong = [
+        f"line {found.line}: {found.module} ({room_of(found.module)})"
+        for found in source.imports(name)
+        if found.module.partition(".")[0] in source.PACKAGES and room_of(found.module) not in ALLOWED[room] | {room}
+    ]
+    assert not wrong, f"{name} ({room}) may import {sorted(ALLOWED[room])}, but imports {wrong}"
+
+
+@pytest.mark.parametrize("name", source.modules())
+def test_third_party(name):
+    for found in source.imports(name):
+        top = found.module.partition(".")[0]
+        if top in source.PACKAGES or top in sys.stdlib_module_names or top in ANYWHERE:
+            continue
+        assert within(name, THIRD_PARTY.get(top, ())), f"{name}:{found.line} imports {top}"
+        assert top not in LAZY or not found.eager, f"{name}:{found.line} imports {top} at module level: only inside functions"
+
+
+# Runs in an interpreter where those packages do not exist.
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Blocker(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None
+
+sys.meta_path.insert(0, Blocker())
+{body}
+assert not set(sys.modules) & {blocked!r}
+"""
+ABSENT = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "torch", "jax", "jaxlib", "jax_tvm_ffi", "tvm_ffi", "flax", "matplotlib"}
+QUANTISE = """
+import numpy as np
+import fp8kit as fk
+q = fk.quantize(np.array([[1.0, -2.0], [448.0, 0.0]], np.float32), fk.E4M3)
+assert q.data.tolist() == [[0x38, 0xC0], [0x7E, 0x00]] and q.dequantize().tolist() == [[1.0, -2.0], [448.0, 0.0]]
+"""
+# a submodule that is loaded first must not take the place of a public name that is spelt like it
+NAMES = """
+import types
+import fp8kit, fp8kit.nn, fp8kit.optim, fp8kit.checkpoint
+for name in fp8kit.__all__:
+    value = getattr(fp8kit, name)
+    assert isinstance(value, types.ModuleType) == (name in {'autograd', 'nn', 'optim', 'recipe', 'testing', 'formats', 'arrays'}), name
+"""
+BARE = "import fp8kit\nassert not {'numba', 'safetensors', 'fp8kit.backends'} & set(sys.modules)"
+INFO = "import fp8kit.cli\nassert fp8kit.cli.main(['info']) == 0"
+
+
+@pytest.mark.parametrize("body", [BARE, QUANTISE, NAMES, INFO], ids=["import", "quantise", "public-names", "info"])
+def test_works_without_gpu_and_frameworks(body):
+    code = BLOCKED.format(blocked=ABSENT, body=body)
+    done = subprocess.run([sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

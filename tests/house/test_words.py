@@ -1,0 +1,59 @@
+"""Docstrings of public names, and words that do not belong into the project's files."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from fp8kit.backends.protocol import KERNELS
+from tests.house import source
+
+LEAST_WORDS = 2
+ENDS = ".)`|="  # a sentence, or a formula or table
+# a machine's own paths, numbers of reports elsewhere, and notes to finish later
+PATHS = "|".join(("work", "tmp", "root", "home"))
+NOTES = "|".join(("TO" + "DO", "FIX" + "ME", "HA" + "CK"))
+UNWANTED = re.compile(rf"(?<![\w.])/(?:{PATHS})/|\b(?:{NOTES})\b|\bissue #\d+")
+
+
+def _documented_methods() -> set[str]:
+    """Names of methods that some class documents: a protocol or a base class speaks for those that implement or override it."""
+    everything = (found for name in source.modules() for found in source.public(name))
+    return {node.name for _, node, owner in everything if owner is not None and ast.get_docstring(node)}
+
+
+METHODS = _documented_methods()
+
+
+def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) -> bool:
+    """Whether something else speaks for this name: the kernel contract, a base class, what it overloads, or (ctypes) the C declaration."""
+    if isinstance(node, ast.ClassDef):
+        return any(ast.unparse(base).endswith("Structure") for base in node.bases)
+    marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
+    return "overload" in marks or "setter" in marks or node.name in (KERNELS if owner is None else METHODS)
+
+
+@pytest.mark.parametrize("name", source.modules())
+def test_public_names_have_docstrings(name):
+    wrong = []
+    for qualified, node, owner in source.public(name):
+        text = ast.get_docstring(node)
+        if text is None:
+            if not documented_elsewhere(node, owner):
+                wrong.append(f"{qualified}: none")
+        elif (len(text.split()) < LEAST_WORDS and "``" not in text) or text.rstrip()[-1] not in ENDS:
+            wrong.append(f"{qualified}: {text!r} is too short or does not end as a sentence")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", source.modules())
+def test_modules_say_what_they_are(name):
+    assert ast.get_docstring(source.tree(source.modules()[name])), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("path", list(source.texts()), ids=lambda path: str(path.relative_to(source.ROOT)))
+def test_no_unwanted_words(path):
+    found = [f"{number}: {line.strip()}" for number, line in enumerate(path.read_text().splitlines(), 1) if UNWANTED.search(line)]
+    assert not found, "\n".join(found)

@@ -1,0 +1,189 @@
+"""Float64 arithmetic that carries a bound on the error of the float32 computation it stands for.
+
+``R(v, e)`` says: the computed value lies within ``e`` of ``v``. Each operation adds the first-order propagation of its operands' bounds and
+its own float32 roundings (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.3, running error analysis). A monotone
+function, such as rounding to a narrow format, is bounded by its values at both ends, so that a value that rounds the other way is allowed
+where, and only where, it can.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fp8kit import codec, formats
+from fp8kit.testing.compare import epsilon, relative_error
+
+U = 2.0**-23  # two float32 roundings an operation
+
+
+class R:
+    """A float64 array ``v`` and its bound ``e``."""
+
+    __array_priority__ = 100
+
+    def __init__(self, v, e=0.0):
+        self.v = np.asarray(v, np.float64)
+        self.e = np.broadcast_to(np.asarray(e, np.float64), self.v.shape)
+
+    def _with(self, v, e):
+        return R(v, e + U * np.abs(v))
+
+    def __add__(self, other):
+        other = lift(other)
+        return self._with(self.v + other.v, self.e + other.e + U * (np.abs(self.v) + np.abs(other.v)))
+
+    def __sub__(self, other):
+        return self + lift(other) * -1.0
+
+    def __mul__(self, other):
+        other = lift(other)
+        return self._with(self.v * other.v, np.abs(self.v) * other.e + self.e * np.abs(other.v) + self.e * other.e)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    @property
+    def T(self):
+        return R(self.v.T, self.e.T)
+
+    def __getitem__(self, index):
+        return R(self.v[index], self.e[index])
+
+    def reshape(self, *shape):
+        return R(self.v.reshape(*shape), self.e.reshape(*shape))
+
+    def transpose(self, *axes):
+        return R(self.v.transpose(*axes), self.e.transpose(*axes))
+
+    def __matmul__(self, other):
+        a, b = np.abs(self.v), np.abs(other.v)
+        terms = self.v.shape[-1]
+        return R(self.v @ other.v, a @ other.e + self.e @ b + self.e @ other.e + (terms + 4) * U * (a @ b))
+
+    def sum(self, axis, keepdims=False):
+        terms = self.v.shape[axis]
+        bound = self.e.sum(axis, keepdims=keepdims) + (terms + 4) * U * np.abs(self.v).sum(axis, keepdims=keepdims)
+        return R(self.v.sum(axis, keepdims=keepdims), bound)
+
+    def mean(self, axis=-1):
+        return self.sum(axis, True) * (1 / self.v.shape[axis])
+
+    def monotone(self, f):
+        """f of the value, f nondecreasing and exact."""
+        middle = f(self.v)
+        return R(middle, np.maximum(np.abs(f(self.v + self.e) - middle), np.abs(middle - f(self.v - self.e))))
+
+    def smooth(self, f, slope, roundings=16):
+        """f of the value, |f'| <= slope, computed with that many float32 roundings relative to |value| + |f|."""
+        out = f(self.v)
+        return R(out, slope * self.e + roundings * U * (np.abs(out) + np.abs(self.v)))
+
+    def rounded(self, dtype):
+        """Stored in ``dtype``: exact where the bound leaves no doubt."""
+        if dtype == "float32":
+            return R(self.v, self.e + epsilon(dtype) * (np.abs(self.v) + self.e) + 2.0**-149)
+        return self.monotone(lambda v: v.astype(np.float32).astype(formats.dtype(dtype).numpy).astype(np.float64))
+
+    def rsqrt(self):
+        out = 1 / np.sqrt(self.v)
+        return R(out, out**3 / 2 * self.e * 1.1 + 8 * U * out)
+
+
+def lift(value):
+    """A number or an array as an exact ``R``."""
+    return value if isinstance(value, R) else R(value)
+
+
+def quantised(x, scale, fmt):
+    """What FP8 keeps of x: decode(encode(x * scale)) / scale. ``scale``: exact float32 number, or an ``R`` of one element."""
+    scale = lift(scale)
+    inverse = R(1 / scale.v, 1.1 * scale.e / scale.v**2 + U / scale.v)
+    return (x * scale).monotone(lambda v: codec.decode(codec.encode(v, fmt), fmt)) * inverse
+
+
+def current_scale(x, fmt):
+    """Current scaling's scale of x: fp8_max / amax."""
+    at = np.argmax(np.abs(x.v))
+    amax, doubt = np.abs(x.v).flat[at], x.e.max()
+    return R(fmt.max / amax, fmt.max / amax**2 * doubt * 1.1 + U * fmt.max / amax)
+
+
+def norm(x, weight, bias, kind, eps, zero_centered=False):
+    """(y, xhat, rstd) of LayerNorm or RMSNorm over the last axis; ``weight``, ``bias`` float64 arrays."""
+    centred = x - x.mean() if kind == "LayerNorm" else x
+    rstd = ((centred * centred).mean() + eps).rsqrt()
+    xhat = centred * rstd
+    y = xhat * (weight + (1.0 if zero_centered else 0.0))
+    return (y + bias if bias is not None else y), xhat, rstd
+
+
+def norm_grad(dy, xhat, rstd, weight, kind, zero_centered=False):
+    """(dx, dweight, dbias) of ``norm``."""
+    g = dy * (weight + (1.0 if zero_centered else 0.0))
+    dx = g - xhat * (g * xhat).mean()
+    if kind == "LayerNorm":
+        dx = dx - g.mean()
+    return dx * rstd, (dy * xhat).sum(0), dy.sum(0)
+
+
+_SQRT = math.sqrt(2 / math.pi)
+
+
+def _gelu(v):
+    return 0.5 * v * (1 + np.tanh(_SQRT * (v + 0.044715 * v**3)))
+
+
+def _gelu_slope(v):
+    t = np.tanh(_SQRT * (v + 0.044715 * v**3))
+    return 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * _SQRT * (1 + 3 * 0.044715 * v * v)
+
+
+def _sigmoid(v):
+    return 1 / (1 + np.exp(-v))
+
+
+def _silu_slope(v):
+    s = _sigmoid(v)
+    return s * (1 + v * (1 - s))
+
+
+# value, derivative, bound of |derivative|, bound of |second derivative|
+_SMOOTH = {"gelu": (_gelu, _gelu_slope, 1.13, 0.8), "silu": (lambda v: v * _sigmoid(v), _silu_slope, 1.1, 0.5)}
+
+
+def activation(x, kind):
+    """(y, function dy -> dx) of an activation of the kernel contract."""
+    if kind == "relu":
+        doubt = np.where(np.abs(x.v) <= x.e, 1.0, 0.0)
+        return x.monotone(lambda v: np.maximum(v, 0)), lambda dy: dy * R((x.v > 0).astype(float), doubt)
+    if kind == "swiglu":
+        half = x.v.shape[1] // 2
+        gate, up = x[:, :half], x[:, half:]
+        value, slope, first, second = _SMOOTH["silu"]
+        act, d = gate.smooth(value, first), gate.smooth(slope, second)
+
+        def back(dy):
+            dgate, dup = dy * up * d, dy * act
+            return R(np.concatenate([dgate.v, dup.v], 1), np.concatenate([dgate.e, dup.e], 1))
+
+        return act * up, back
+    value, slope, first, second = _SMOOTH[kind]
+    return x.smooth(value, first), lambda dy: dy * x.smooth(slope, second)
+
+
+def assert_within(what, got, r):
+    """Fail with the first coordinate where the computed value leaves its bound.
+
+    Where the worst case of a deep chain is large and says little, the 2-norm of the error must also stay below 2**-4 of the values' own:
+    below what rounding to E5M2 costs (step 2**-2 relative, step / sqrt(12) in the mean), so that a missing or doubled cast would show.
+    """
+    g = np.asarray(got).astype(np.float64)
+    assert g.shape == r.v.shape, f"{what}: shape {g.shape}, expected {r.v.shape}"
+    bad = ~(np.abs(g - r.v) <= r.e)
+    if bad.any():
+        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        said = f"got {g[at]!r}, expected {r.v[at]!r} +- {r.e[at]:.3g}"
+        raise AssertionError(f"{what}: {bad.sum()} of {bad.size} differ, first at {at}: {said}")
+    if np.median(r.e) > 0.1 * np.abs(r.v).max():
+        assert relative_error(g, r.v) < 2.0**-4, f"{what}: relative error {relative_error(g, r.v):.3g}"

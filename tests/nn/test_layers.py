@@ -1,0 +1,217 @@
+"""Linear, LayerNormLinear, LayerNormMLP, LayerNorm, RMSNorm: forward and backward against float64 with running error bounds.
+
+In FP8 the oracle quantises the operands with the codec, at the scales that the module has, so every case checks the FP8 arithmetic itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from fp8kit import formats, nn
+from fp8kit.autocast import autocast
+from fp8kit.autograd import tensor
+from fp8kit.errors import Fp8kitError
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.nn.products import Product, Quantiser, f64, scales_of
+from tests.nn.running_error import R, activation, assert_within, norm, norm_grad
+
+MODES = {
+    "high": None,
+    "delayed": DelayedScaling(amax_history_len=3, margin=1),
+    "current": Float8CurrentScaling(),
+    "e4m3": DelayedScaling(fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
+}
+DTYPES = ("float32", "bfloat16")
+K, N, F = 40, 56, 48
+SHAPE = (3, 5)
+G_SCALE = 2.0**-6  # gradients are small numbers, as in training
+
+
+def scope(mode):
+    return contextlib.nullcontext() if MODES[mode] is None else autocast(recipe=MODES[mode])
+
+
+def quantiser(mode, module, gemm=0):
+    recipe = MODES[mode]
+    if recipe is None:
+        return None
+    narrow = module.device.kind == "cuda"
+    return Quantiser(scales_of(module, gemm) if recipe.delayed() else None, recipe.backward_format, narrow)
+
+
+def draw(seed, shape, dtype, scale=1.0):
+    values = np.random.default_rng(seed).standard_normal(shape) * scale
+    return values.astype(np.float32).astype(formats.dtype(dtype).numpy)
+
+
+def make(kind, device, dtype, **options):
+    """A module whose parameters, biases and gammas too, are random."""
+    module = kind(params_dtype=dtype, device=device, **options)
+    state = {}
+    for i, (name, parameter) in enumerate(module.named_parameters()):
+        base = 1.0 if name.endswith("norm_weight") or (name == "weight" and parameter.view.ndim == 1) else 0.0
+        noise = draw(100 + i, parameter.shape, "float32", 0.1) + np.float32(base)
+        state[name] = noise.astype(formats.dtype(dtype).numpy)
+    module.load_state_dict(state)
+    return module
+
+
+def step(module, mode, x, g, **options):
+    """One forward and backward; (output, x's gradient, gradients by name), float64 matrices."""
+    x = tensor(x, requires_grad=True, device=module.device if hasattr(module, "device") else next(module.parameters()).device)
+    with scope(mode):
+        y = module(x, **options)
+    y.backward(g)
+    grads = {name: f64(parameter.grad) for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    return f64(y).reshape(-1, y.shape[-1]), f64(x.grad).reshape(-1, x.shape[-1]), grads
+
+
+def warmed(module, mode, dtype, k, n):
+    """Two steps on other data, so that delayed scales and histories are not at their start."""
+    for seed in (10, 20):
+        step(module, mode, draw(seed, (*SHAPE, k), dtype, 2.0), draw(seed + 1, (*SHAPE, n), dtype, G_SCALE))
+    return {name: f64(parameter) for name, parameter in module.named_parameters()}
+
+
+def data(dtype, k, n):
+    x, g = draw(1, (*SHAPE, k), dtype), draw(2, (*SHAPE, n), dtype, G_SCALE)
+    return x, g, R(x.astype(np.float64).reshape(-1, k)), R(g.astype(np.float64).reshape(-1, n))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear(device, dtype, mode, bias):
+    module = make(nn.Linear, device, dtype, in_features=K, out_features=N, bias=bias)
+    p = warmed(module, mode, dtype, K, N)
+    x, g, rx, rg = data(dtype, K, N)
+    product = Product(rx, p["weight"], quantiser(mode, module))
+    y, dx, grads = step(module, mode, x, g)
+    want_dx, want_dw, want_db = product.backward(rg)
+    assert_within("y", y, product.forward(p.get("bias")).rounded(dtype))
+    assert_within("dx", dx, want_dx.rounded(dtype))
+    assert_within("dw", grads["weight"], want_dw.rounded(dtype))
+    if bias:
+        assert_within("db", grads["bias"], want_db.rounded(dtype))
+
+
+@pytest.mark.parametrize("mode", ["high", "delayed", "current"])
+@pytest.mark.parametrize("split", [("q", "k_"), {"q": 24, "k": 32}, {"q": 32, "kv": 16, "g": 8}])
+def test_linear_with_split_parameters_is_the_joined_one(device, mode, split):
+    whole = make(nn.Linear, device, "float32", in_features=K, out_features=N)
+    parts = make(nn.Linear, device, "float32", in_features=K, out_features=N, parameters_split=split)
+    names = [name.rstrip("_") for name in split]
+    sizes = list(split.values()) if isinstance(split, dict) else [N // 2] * 2
+    assert [name for name, _ in parts.named_parameters()] == [f"{n}_{kind}" for kind in ("weight", "bias") for n in names]
+    edges = np.cumsum(sizes)[:-1]
+    state = {}
+    for kind in ("weight", "bias"):
+        state |= {f"{n}_{kind}": np.ascontiguousarray(a) for n, a in zip(names, np.split(getattr(whole, kind).numpy(), edges), strict=True)}
+    parts.load_state_dict(state)
+    for seed in range(3):
+        x, g = draw(seed, (*SHAPE, K), "float32"), draw(seed + 9, (*SHAPE, N), "float32", G_SCALE)
+        y, dx, grads = step(whole, mode, x, g)
+        y2, dx2, grads2 = step(parts, mode, x, g)
+        bound = 0 if mode == "high" else 2.0**-18  # another order of float32 sums at most; operands have the same codes
+        np.testing.assert_allclose(y2, y, rtol=0, atol=max(bound, 2.0**-18) * np.abs(y).max())
+        np.testing.assert_allclose(dx2, dx, rtol=0, atol=2.0**-18 * np.abs(dx).max())
+        for kind in ("weight", "bias"):
+            joined = np.concatenate([grads2[f"{n}_{kind}"] for n in names])
+            np.testing.assert_allclose(joined, grads[kind], rtol=0, atol=2.0**-18 * np.abs(grads[kind]).max())
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(device, dtype, kind, zero_centered):
+    module = make(kind, device, dtype, normalized_shape=K, eps=1e-3, zero_centered_gamma=zero_centered)
+    p = {name: f64(parameter) for name, parameter in module.named_parameters()}
+    x, g, rx, rg = data(dtype, K, K)
+    y, dx, grads = step(module, "high", x, g)
+    want, xhat, rstd = norm(rx, p["weight"], p.get("bias"), kind.__name__, 1e-3, zero_centered)
+    want_dx, want_dw, want_db = norm_grad(rg, xhat, rstd, p["weight"], kind.__name__, zero_centered)
+    assert_within("y", y, want.rounded(dtype))
+    assert_within("dx", dx, want_dx.rounded(dtype))
+    assert_within("dw", grads["weight"], want_dw.rounded(dtype))
+    if kind is nn.LayerNorm:
+        assert_within("db", grads["bias"], want_db.rounded(dtype))
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("mode", ["high", "delayed", "current"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_linear(device, dtype, mode, kind):
+    centred = kind == "RMSNorm"
+    module = make(nn.LayerNormLinear, device, dtype, in_features=K, out_features=N, normalization=kind, zero_centered_gamma=centred)
+    p = warmed(module, mode, dtype, K, N)
+    x, g, rx, rg = data(dtype, K, N)
+    normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p.get("layer_norm_bias"), kind, 1e-5, centred)
+    product = Product(normed.rounded(dtype), p["weight"], quantiser(mode, module))
+    y, dx, grads = step(module, mode, x, g)
+    dnormed, want_dw, want_db = product.backward(rg)
+    want_dx, want_dgamma, want_dbeta = norm_grad(dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], kind, centred)
+    assert_within("y", y, product.forward(p["bias"]).rounded(dtype))
+    assert_within("dw", grads["weight"], want_dw.rounded(dtype))
+    assert_within("db", grads["bias"], want_db.rounded(dtype))
+    assert_within("dx", dx, want_dx.rounded(dtype))
+    assert_within("dgamma", grads["layer_norm_weight"], want_dgamma.rounded(dtype))
+    if kind == "LayerNorm":
+        assert_within("dbeta", grads["layer_norm_bias"], want_dbeta.rounded(dtype))
+
+
+@pytest.mark.parametrize("kind", ["gelu", "relu", "silu", "swiglu"])
+@pytest.mark.parametrize("mode", ["high", "delayed", "current"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_mlp(device, dtype, mode, kind):
+    module = make(nn.LayerNormMLP, device, dtype, hidden_size=K, ffn_hidden_size=F, activation=kind)
+    p = warmed(module, mode, dtype, K, K)
+    x, g, rx, rg = data(dtype, K, K)
+    normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p["layer_norm_bias"], "LayerNorm", 1e-5)
+    fc1 = Product(normed.rounded(dtype), p["fc1_weight"], quantiser(mode, module, 0))
+    act, act_back = activation(fc1.forward().rounded(dtype) + p["fc1_bias"], kind)
+    fc2 = Product(act.rounded(dtype), p["fc2_weight"], quantiser(mode, module, 1))
+    y, dx, grads = step(module, mode, x, g)
+    dact, dw2, db2 = fc2.backward(rg)
+    dh = act_back(dact.rounded(dtype)).rounded(dtype)
+    dnormed, dw1, db1 = fc1.backward(dh)
+    want_dx, dgamma, dbeta = norm_grad(dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], "LayerNorm")
+    assert_within("y", y, fc2.forward(p["fc2_bias"]).rounded(dtype))
+    named = {"fc2_weight": dw2, "fc2_bias": db2, "fc1_weight": dw1, "fc1_bias": db1, "layer_norm_weight": dgamma, "layer_norm_bias": dbeta}
+    for name, want in named.items():
+        assert_within(name, grads[name], want.rounded(dtype))
+    assert_within("dx", dx, want_dx.rounded(dtype))
+
+
+def test_returned_bias_and_norm(device):
+    x = draw(1, (4, K), "float32")
+    plain = make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=F)
+    more = make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=F, return_bias=True, return_layernorm_output=True)
+    on = tensor(x, device=plain.device)
+    y, bias, normed = more(on)
+    np.testing.assert_allclose(f64(y) + f64(bias), f64(plain(on)), rtol=0, atol=2.0**-20)
+    norm_only = nn.LayerNorm(K, device=device)
+    norm_only.load_state_dict({"weight": more.layer_norm_weight, "bias": more.layer_norm_bias})
+    np.testing.assert_array_equal(f64(normed), f64(norm_only(on)))
+    linear = make(nn.Linear, device, "float32", in_features=K, out_features=N, return_bias=True)
+    y, bias = linear(on)
+    assert bias is linear.bias
+    product = Product(R(x), f64(linear.weight), None)
+    assert_within("y", f64(y), product.forward().rounded("float32"))
+
+
+def test_inputs_may_be_any_array_and_wrong_ones_are_named(device):
+    linear = nn.Linear(K, N, device="cpu")
+    x = draw(1, (2, K), "float32")
+    np.testing.assert_array_equal(f64(linear(x)), f64(linear(tensor(x))))
+    with pytest.raises(ValueError, match=r"inp.*list"):
+        linear([1.0])
+    with pytest.raises(ValueError, match="x: got shape"):
+        linear(x[:, :-1].copy())
+    with pytest.raises(ValueError, match="bfloat16"):
+        linear(draw(1, (2, K), "bfloat16"))
+    with pytest.raises(Fp8kitError, match=r"fp8_output.*yet"):
+        linear(x, fp8_output=True)

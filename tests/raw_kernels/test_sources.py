@@ -1,0 +1,32 @@
+"""Every kernel source compiles in every variant for every architecture, without spilling registers or warning. No GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8kit.backends.cuda.compile import compile_cubin
+from fp8kit.raw_kernels import manifest
+
+ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a")
+STATIC_SHARED = 48 * 1024
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", [path.name for path in sorted(manifest.FOLDER.glob("*.cu"))])
+def test_compiles_without_spills(name: str, arch: str) -> None:
+    source = manifest.source(name)
+    for variant in source.variants:
+        kernel = compile_cubin(name, variant, arch)
+        about = f"{name} {dict(variant)} {arch}"
+        assert set(kernel.resources) == set(source.functions), about
+        assert "warning" not in kernel.log.lower(), f"{about}\n{kernel.log}"
+        for function, used in kernel.resources.items():
+            spilled = (used.stack, used.spill_stores, used.spill_loads)
+            assert spilled == (0, 0, 0), f"{about}: {function} uses {used}"
+            assert used.shared <= STATIC_SHARED, f"{about}: {function} uses {used}"
+
+
+def test_every_file_is_a_kernel_source_or_a_header() -> None:
+    included = {header for path in manifest.FOLDER.glob("*.cu") for header in manifest.headers(path.name)}
+    assert {path.name for path in manifest.FOLDER.glob("*.cuh")} == included
+    assert {path.suffix for path in manifest.FOLDER.iterdir() if path.is_file()} == {".cu", ".cuh", ".py"}
