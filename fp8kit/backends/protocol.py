@@ -130,7 +130,9 @@ class Kernels(Protocol):
         """q = encode(float32(x) * scale): the plain cast. x: h or float64 (M, N); q: uint8 (M, N); scale, scale_inv and amax: float32,
         one element a tile (see ``amax``); scale is read, scale_inv written. Nearest even, or stochastic where ``rng`` is given: up iff
         word(i) < fraction * 2**32, i = row * N + column. saturate: |v| beyond the largest finite value, and Inf, become it; else
-        they become Inf (or NaN where the format has none). NaN stays NaN (largest value where there is none). Any ``Format``."""
+        they become Inf (or NaN where the format has none); overflow is judged after rounding. NaN becomes the positive NaN code (the
+        largest value where there is none). Unsigned formats: a negative value becomes NaN, where there is none the smallest code.
+        Ties between codes of no mantissa (E8M0) go to the even code. Any ``Format``."""
 
     def dequantize(self, q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int) -> None:
         """x = decode(q) * scale_inv in float32, rounded to x's dtype. q: uint8 (M, N); x: h (M, N); scale_inv as in ``quantize``."""
@@ -157,7 +159,8 @@ class Kernels(Protocol):
     ) -> None:
         """High-precision product: out = a b^T ("nt": a (M, K), b (N, K)), a b ("nn": (M, K), (K, N)) or a^T b ("tn": (K, M), (K, N)),
         accumulated in float32. a, b: h, the same; out: h, the same dtype or float32, (M, N); bias: a's dtype (N,) or None, added.
-        accumulate: added onto out. a, b and out may be strided along rows (last stride 1)."""
+        accumulate: added onto out. a, b and out may be strided along rows (last stride 1). Where a bias or the old out joins a 16-bit
+        out, the engine may round the product to out's dtype first (cuBLASLt does in some of its kernels)."""
 
     def fp8_gemm(
         self,
@@ -177,7 +180,8 @@ class Kernels(Protocol):
         """FP8 product: out = (a b^T) * a_scale_inv * b_scale_inv. a: uint8 (Mp, K), b: uint8 (Np, K), K, Mp, Np multiples of 16;
         out: h (M, N), Mp - 16 < M <= Mp, Np - 16 < N <= Np: rows and columns beyond are not computed into it. scale_inv: float32 [1], or
         [Mp] and [Np] (row scaling, both). bias: out's dtype (N,) or None. fast_accumulate lets the engine accumulate in the tensor cores'
-        own width (Hopper: 14 bits); False promotes to float32 regularly (split accumulator). Not both E5M2."""
+        own width (Hopper: 14 bits); False promotes to float32 regularly (split accumulator). Not both E5M2. a, b and the scales are 16-byte
+        aligned. Rounding where a bias or the old out joins: as in ``gemm``."""
 
     def gemm_workspace(self) -> int:
         """Bytes of workspace that ``gemm`` and ``fp8_gemm`` want, padded output included (see ``fp8_gemm_workspace``)."""
@@ -279,7 +283,8 @@ class Kernels(Protocol):
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
-        """dx = dy * mask / (1 - p) with ``dropout_add``'s mask, and dbias = its column sums. dx is None where only dbias is wanted."""
+        """dx = dy * mask / (1 - p) with ``dropout_add``'s mask, and dbias = its column sums, taken before or after rounding. dx is None
+        where only dbias is wanted."""
 
     def column_sum_workspace(self, rows: int, columns: int) -> int:
         """Bytes of workspace of the column sums in ``dropout_bwd``."""
@@ -369,7 +374,8 @@ class Kernels(Protocol):
         stream: int,
     ) -> None:
         """dlogits = (softmax(logits) - (1 - s) * onehot(t) - s / V) * dloss, 0 in ignored rows. dloss: float32 (M,), or float32 [1] with
-        ``total`` given: then divided by total[1] (the mean's gradient). dlogits may be logits' memory."""
+        ``total`` given: then divided by total[1] (the mean's gradient). A target out of range has no onehot. dlogits may be logits'
+        memory."""
 
     # --- many tensors at once -------------------------------------------------------------------------------------------
 

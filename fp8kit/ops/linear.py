@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8kit.formats import float32, uint8
-from fp8kit.ops.product import Product, ProductSpec, row_count, want_rows
+from fp8kit.ops.product import SLOT, Product, ProductSpec, row_count, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -100,7 +100,7 @@ class WeightCast(Operation):
         first = metas[f"{spec.product.prefix}weight0"]
         assert first is not None
         p = Product(spec.product, 0, first.dtype, False, False, False)
-        return Plan(spec, self.infer(spec, metas, needs), kernels, {f"{spec.product.prefix}scales": Meta((4,), float32)}, {}, p)
+        return Plan(spec, self.infer(spec, metas, needs), kernels, {f"{spec.product.prefix}scales": Meta((4 * SLOT,), float32)}, {}, p)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         p: Product = plan.extra

@@ -19,6 +19,8 @@ from fp8kit.formats import DType, float32, uint8
 from fp8kit.ops.quant import Fp8, pad, quantize_operand
 from fp8kit.spec import Meta, Metas, Views
 
+SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale pointers of 16-byte alignment
+
 
 @dataclass(frozen=True)
 class ProductSpec:
@@ -107,7 +109,7 @@ class Product:
             if self.needs_x and not self.spec.weight_cached:
                 out[f"{p}w_qt"] = Meta((self.kp, self.np), uint8)
             if self.needs_w or self.needs_x:
-                out[f"{p}scale_inv"] = Meta((2,), float32)
+                out[f"{p}scale_inv"] = Meta((2 * SLOT,), float32)
         return out
 
     def kept(self) -> tuple[str, ...]:
@@ -119,7 +121,8 @@ class Product:
 
     def grads(self) -> dict[str, Meta]:
         """Gradients of weights and biases, and the amax of g."""
-        s, out = self.spec, {}
+        s = self.spec
+        out: dict[str, Meta] = {}
         if self.needs_w:
             out |= {
                 name: Meta((n, self.k) if s.layout == "oi" else (self.k, n), self.dtype)
@@ -139,7 +142,7 @@ class Product:
             out[f"{p}x_q"] = Meta((self.mp, self.kp), uint8)
             if not s.weight_cached:
                 out[f"{p}w_q"] = Meta((self.np, self.kp), uint8)
-            out[f"{p}scales"] = Meta((4,), float32)
+            out[f"{p}scales"] = Meta((4 * SLOT,), float32)
         elif len(s.segments) > 1:
             out[f"{p}weight"] = Meta((self.n, self.k) if s.layout == "oi" else (self.k, self.n), self.dtype)
         if s.bias == "add" and len(s.segments) > 1:
@@ -155,7 +158,7 @@ class Product:
                 out[f"{p}g_q"] = Meta((self.mp, self.np), uint8)
             if self.needs_w:
                 out[f"{p}g_qt"] = Meta((self.np, self.mp), uint8)
-            out[f"{p}g_scales"] = Meta((2,), float32)
+            out[f"{p}g_scales"] = Meta((2 * SLOT,), float32)
         elif len(s.segments) > 1 and self.needs_x:
             out[f"{p}weight"] = Meta((self.n, self.k) if s.layout == "oi" else (self.k, self.n), self.dtype)
         if self.needs_w and self.whole_wgrad:
@@ -287,7 +290,7 @@ class Product:
         """Where a fused kernel writes this product's output gradient under delayed scaling."""
         p, f = self.spec.prefix, self.spec.fp8
         assert f is not None
-        inv = _given(scratch, f"{p}g_scales").slice(0, 0, 1)
+        inv = _slot(scratch, f"{p}g_scales", 0)
         return Cast(f.g.format, scratch.get(f"{p}g_q"), scratch.get(f"{p}g_qt"), _given(kept, f"{p}g_scale"), inv, grads.get(f"{p}g_amax"))
 
     def cast_g(
@@ -299,8 +302,7 @@ class Product:
         with_bias = with_bias and self.needs_b
         dbias = (grads[self.biases[0]] if one else scratch[f"{p}dbias"]) if with_bias else None
         if f is not None and (self.needs_x or self.needs_w):
-            scales = _given(scratch, f"{p}g_scales")
-            inv, own = scales.slice(0, 0, 1), scales.slice(0, 1, 1)
+            inv, own = _slot(scratch, f"{p}g_scales", 0), _slot(scratch, f"{p}g_scales", 1)
             scale = _given(kept, f"{p}g_scale") if f.g.source == "scale" else own
             amax = _given(kept, f"{p}g_amax_in") if f.g.source == "amax" else grads.get(f"{p}g_amax")
             quantize_operand(
@@ -332,14 +334,14 @@ class Product:
             k.gemm(g, weight, dx, "nn" if oi else "nt", None, False, scratch["workspace"], stream)
             return
         w_qt = kept[f"{p}w_qt"] if s.weight_cached else saved[f"{p}w_qt"]
-        w_inv = kept[f"{p}w_scale_inv"] if s.weight_cached else _given(saved, f"{p}scale_inv").slice(0, 1, 1)
+        w_inv = kept[f"{p}w_scale_inv"] if s.weight_cached else _slot(saved, f"{p}scale_inv", 1)
         k.fp8_gemm(
             scratch[f"{p}g_q"],
             w_qt,
             dx,
             f.g.format,
             f.w.format,
-            _given(scratch, f"{p}g_scales").slice(0, 0, 1),
+            _slot(scratch, f"{p}g_scales", 0),
             w_inv,
             None,
             False,
@@ -373,8 +375,8 @@ class Product:
     def _wgrad_fp8(self, k: Any, g_qt: ArrayView, saved: Views, scratch: Views, out: ArrayView, stream: int) -> None:
         p, f = self.spec.prefix, self.spec.fp8
         assert f is not None
-        x_qt, x_inv = saved[f"{p}x_qt"], _given(saved, f"{p}scale_inv").slice(0, 0, 1)
-        g_inv, space = _given(scratch, f"{p}g_scales").slice(0, 0, 1), scratch["workspace"]
+        x_qt, x_inv = saved[f"{p}x_qt"], _slot(saved, f"{p}scale_inv", 0)
+        g_inv, space = _slot(scratch, f"{p}g_scales", 0), scratch["workspace"]
         if self.spec.layout == "oi":
             k.fp8_gemm(g_qt, x_qt, out, f.g.format, f.x.format, g_inv, x_inv, None, False, f.wgrad_fast, space, stream)
         else:
@@ -385,15 +387,14 @@ class Product:
     def _scale_inv(self, saved: Views, scratch: Views, slot: int) -> ArrayView:
         """float32 [1] where 1 / scale of x (slot 0) or W (slot 1) is written: kept for backward where it is needed there."""
         p = self.spec.prefix
-        kept = saved.get(f"{p}scale_inv")
-        return (kept if kept is not None else _given(scratch, f"{p}scales")).slice(0, slot, 1)
+        return _slot(saved, f"{p}scale_inv", slot) if f"{p}scale_inv" in saved else _slot(scratch, f"{p}scales", slot)
 
     def _source(
         self, source: str, operand: str, inputs: Views, outputs: Views, scratch: Views
     ) -> tuple[ArrayView | None, ArrayView | None]:
         """(scale, amax) buffers of operand "x" or "w" by where its scale comes from."""
         p = self.spec.prefix
-        own = _given(scratch, f"{p}scales").slice(0, 2 if operand == "x" else 3, 1)
+        own = _slot(scratch, f"{p}scales", 2 if operand == "x" else 3)
         if source == "scale":
             return _given(inputs, f"{p}{operand}_scale"), outputs.get(f"{p}{operand}_amax")
         return own, _given(inputs, f"{p}{operand}_amax_in") if source == "amax" else outputs.get(f"{p}{operand}_amax")
@@ -423,6 +424,12 @@ def _given(views: Views, name: str) -> ArrayView:
     if view is None:
         raise ShapeError(expected("product", name, None, "an array"))
     return view
+
+
+def _slot(views: Views, name: str, slot: int) -> ArrayView:
+    """float32 [1]: a number of a small buffer whose numbers lie SLOT apart."""
+    view = _given(views, name)
+    return ArrayView(view.ptr + 4 * SLOT * slot, (1,), float32, view.device, view.owner)
 
 
 def want(operation: str, name: str, metas: Metas, shape: tuple[int | None, ...], dtype: DType) -> Meta:

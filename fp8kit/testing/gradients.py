@@ -61,4 +61,5 @@ def check_grads(
                 slopes.append((up - down) / (2 * h))
             got = float((g * d).sum())
             limit = 10 * abs(slopes[0] - slopes[1]) + 64 * 2.0**-24 * size / step + 2.0**-16 * float(np.abs(g * d).sum())
-            assert abs(got - slopes[0]) <= limit, f"check_grads: input {i}: slope {got:.6g}, differences give {slopes[0]:.6g} +- {limit:.2g}"
+            what = f"slope {got:.6g}, differences give {slopes[0]:.6g} +- {limit:.2g}"
+            assert abs(got - slopes[0]) <= limit, f"check_grads: input {i}: {what}"

@@ -161,9 +161,9 @@ def launch(
     trailing structure; their number is checked. ``shared``: dynamic shared memory in bytes. A grid of no blocks launches nothing.
     BackendError when the driver refuses the launch.
     """
-    grid = (grid,) if grid.__class__ is int else grid  # type: ignore[assignment]
-    block = (block,) if block.__class__ is int else block  # type: ignore[assignment]
-    if 0 in grid or 0 in block:  # type: ignore[operator]
+    grid = (grid,) if isinstance(grid, int) else grid
+    block = (block,) if isinstance(block, int) else block
+    if 0 in grid or 0 in block:
         return
     values = args if tuple(map(type, args)) == kernel.types else _fitted(kernel, args)
     if kernel.types[-1] is bytes:
