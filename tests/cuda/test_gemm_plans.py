@@ -112,8 +112,8 @@ def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
     key = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, bias=True, accumulate=True, scaling="row",
                     fast_accumulate=True)
     plan = cublaslt.Plan(key, 0)
-    # TRANSA, TRANSB, EPILOGUE (bias), BIAS_DATA_TYPE (bfloat16), FAST_ACCUM, A and B SCALE_MODE (OUTER_VEC_32F)
-    assert library.attributes == [(3, 1), (4, 0), (7, 4), (26, 14), (25, 1), (31, 3), (32, 3)]
+    # TRANSA, TRANSB, EPILOGUE (bias), BIAS_DATA_TYPE (bfloat16), FAST_ACCUM, A and B SCALE_MODE (OUTER_VEC_32F), and some scale pointers
+    assert library.attributes == [(3, 1), (4, 0), (7, 4), (26, 14), (25, 1), (31, 3), (32, 3), (17, 256), (18, 256)]
     library.attributes.clear()
     plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
     assert library.attributes == [(17, 22), (18, 11), (8, 33)]  # cuBLASLt's A is our b
