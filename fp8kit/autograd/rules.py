@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
@@ -15,16 +16,49 @@ from fp8kit.autograd.tape import Edge, Node
 from fp8kit.autograd.tensors import Tensor, owned
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, expected
+from fp8kit.formats import DType
 from fp8kit.spec import Meta, Operation, Plan
 
-_PLANS: dict[Any, tuple[Plan, Any]] = {}
+_PLANS: dict[Any, Ready] = {}
 _PLAN_LIMIT = 4096
 _NOTHING: dict[str, Any] = {}
+
+_ALIGNMENT = 256  # bytes, of every buffer
 
 Finish = tuple[Callable[[list[Any]], None], Any]
 
 
-def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | None], needs: tuple[str, ...], kernels: Any) -> Plan:
+class Block:
+    """Buffers that live and die together, laid out in one piece of memory: one allocation instead of many."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self, metas: Mapping[str, Meta]) -> None:
+        self.size = 0
+        self.parts: list[tuple[str, int, arrays.Shape, DType]] = []
+        for name, meta in metas.items():
+            self.parts.append((name, self.size, meta.shape, meta.dtype))
+            self.size += -(-math.prod(meta.shape) * meta.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def carve(self, device: arrays.Device) -> dict[str, ArrayView]:
+        """Fresh buffers by name, contents undefined."""
+        if not self.parts:
+            return {}
+        ptr, owner = arrays.provider(device).alloc(self.size, device)
+        return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
+
+
+class Ready(NamedTuple):
+    """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by identity kept alive."""
+
+    plan: Plan
+    saved: Block
+    scratch: Block
+    backward_scratch: Block
+    kernels: Any
+
+
+def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | None], needs: tuple[str, ...], kernels: Any) -> Ready:
     """The plan for these static arguments, shapes, dtypes and wanted gradients under the kernels that the policy chose; made once, then
     cached.
 
@@ -39,8 +73,8 @@ def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | No
             raise AutogradError(f"{operation.name}: has no backward, but {', '.join(plan.signature.grads)} require a gradient")
         if len(_PLANS) >= _PLAN_LIMIT:
             _PLANS.clear()
-        found = _PLANS[key] = (plan, kernels)  # the tuple keeps the kernels, and the plan its spec, alive: their ids stay theirs
-    return found[0]
+        found = _PLANS[key] = Ready(plan, Block(plan.signature.saved), Block(plan.scratch), Block(plan.backward_scratch), kernels)
+    return found
 
 
 def allocate(metas: Mapping[str, Meta], device: arrays.Device, given: Mapping[str, ArrayView] = _NOTHING) -> dict[str, ArrayView]:
@@ -100,23 +134,23 @@ def apply(
             raise BackendError(expected(operation.name, name, f"device {view.device}", f"device {device}, where the other inputs are"))
     assert device is not None
     wanted = tuple(needs)
-    plan = plan_for(operation, spec, views, wanted, dispatch.kernels(device))
+    ready = plan_for(operation, spec, views, wanted, dispatch.kernels(device))
+    plan = ready.plan
     signature = plan.signature
     outputs = allocate(signature.outputs, device, given)
-    saved = allocate(signature.saved, device)
-    stream = arrays.current_stream(device)
-    operation.forward(plan, views, outputs, saved, allocate(plan.scratch, device), stream)
+    saved = ready.saved.carve(device)
+    operation.forward(plan, views, outputs, saved, ready.scratch.carve(device), arrays.current_stream(device))
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = Tensor(views[source])  # type: ignore[arg-type]
     if wanted:
-        _record(operation, plan, inputs, views, outputs, saved, results, wanted, device, given, late, finish)
+        _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish)
     return results
 
 
 def _record(
     operation: Operation,
-    plan: Plan,
+    ready: Ready,
     inputs: Mapping[str, Any],
     views: dict[str, ArrayView | None],
     outputs: dict[str, ArrayView],
@@ -128,7 +162,7 @@ def _record(
     late: Mapping[str, ArrayView],
     finish: Finish | None,
 ) -> None:
-    signature = plan.signature
+    plan, signature = ready.plan, ready.plan.signature
     for name in wanted:
         if name not in signature.grads and name not in signature.grad_passes:
             raise AutogradError(f"{operation.name}: no gradient rule for its input {name!r}, which requires a gradient")
@@ -145,7 +179,7 @@ def _record(
         if by_name[names[0]] is None:
             by_name[names[0]] = arrays.zeros(main.shape, main.dtype, device)
         grads = allocate(signature.grads, device, given)
-        operation.backward(plan, kept, saved, by_name, grads, allocate(plan.backward_scratch, device), arrays.current_stream(device))
+        operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.carve(device), arrays.current_stream(device))
         return [
             grads[name] if name in grads else owned(edge, by_name[signature.grad_passes[name]])
             for name, edge in zip(wanted, edges, strict=True)

@@ -25,6 +25,12 @@ def cupy() -> Any:
     return module
 
 
+@functools.cache
+def _calls() -> tuple[Any, Any, Any]:
+    """What every operation calls, looked up once: getDevice, alloc, get_current_stream."""
+    return launch.runtime().getDevice, cupy().cuda.alloc, cupy().cuda.get_current_stream
+
+
 class CudaProvider:
     """The ``DeviceProvider`` of kind "cuda"."""
 
@@ -47,13 +53,17 @@ class CudaProvider:
 
     def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
         """See ``DeviceProvider``; from CuPy's current allocator (512-byte aligned)."""
-        with launch.current_device(device.index):
-            memory = cupy().cuda.alloc(max(nbytes, 1))
-        return int(memory.ptr), memory
+        get_device, alloc, _ = _calls()
+        if get_device() == device.index:
+            memory = alloc(nbytes or 1)
+        else:
+            with launch.current_device(device.index):
+                memory = alloc(nbytes or 1)
+        return memory.ptr, memory
 
     def current_stream(self, device: Device) -> int:
         """See ``DeviceProvider``; CuPy's current stream of this thread and device."""
-        return int(cupy().cuda.get_current_stream(device.index).ptr)
+        return int(_calls()[2](device.index).ptr)
 
     def synchronize(self, device: Device) -> None:
         """See ``DeviceProvider``. BackendError for an error that earlier work left."""
