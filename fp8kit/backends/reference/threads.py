@@ -51,7 +51,7 @@ def _use_tbb() -> None:
 def _cache() -> None:
     """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own.
 
-    Numba looks at the file of the compiled function alone, not at those it calls into; so the folder's name is a digest of the whole engine.
+    Numba looks at the file of the compiled function alone, not at those it calls into; so the folder's name is a digest of the engine.
     """
     if "NUMBA_CACHE_DIR" not in os.environ:
         digest = hashlib.sha256()
