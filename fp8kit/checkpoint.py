@@ -121,6 +121,10 @@ def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: boo
         view = arrays.as_view(state[name])
         if view.shape != target.shape or view.dtype is not target.dtype:
             faults.append(f"{name}: got {view.dtype.name} {view.shape}, expected {target.dtype.name} {target.shape}")
+        if not target.contiguous:
+            faults.append(f"{name}: loads into an array of strides {target.strides}, expected a C-contiguous one")
+        if isinstance(target.owner, np.ndarray) and not target.owner.flags.writeable:
+            faults.append(f"{name}: loads into a read-only array, expected a writable one")
         found[name] = view
     if faults:
         more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""

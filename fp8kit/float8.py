@@ -83,7 +83,8 @@ class Float8Tensor:
     * ``format``, ``scaling``: see ``quantize``.
 
     Nothing is copied. Comparison is by identity; compare ``data`` and ``scale_inv`` or dequantised values. Raises FormatError for data that
-    are no codes of ``format``, ShapeError for a ``scale_inv`` of the wrong size.
+    are no codes of ``format`` and a ``scale_inv`` that is not float32, ShapeError for a ``scale_inv`` of the wrong size, for strides, and
+    for two devices.
     """
 
     __slots__ = ("_codes", "_data", "_flipped", "_scale_inv", "format", "scale_inv", "scaling")
@@ -101,11 +102,13 @@ class Float8Tensor:
         self.format = format
         self.scaling = scaling
         grid = _tiling(scaling, self._codes.rows().shape)[1]
-        self._scale_inv = arrays.as_view(scale_inv)
+        self._scale_inv = inverse = arrays.as_view(scale_inv)
         self.scale_inv = scale_inv
-        if self._scale_inv.dtype is not formats.float32 or self._scale_inv.size != math.prod(grid):
-            got = f"{self._scale_inv.dtype.name} {self._scale_inv.shape}"
-            raise ShapeError(expected("Float8Tensor", "scale_inv", got, f"float32 {grid} for scaling {scaling!r}"))
+        if inverse.dtype is not formats.float32:
+            raise FormatError(expected("Float8Tensor", "scale_inv", inverse.dtype.name, "float32"))
+        if inverse.size != math.prod(grid) or not inverse.contiguous or inverse.device != codes.device:
+            got = f"{inverse.shape}, strides {inverse.strides}, on {inverse.device}"
+            raise ShapeError(expected("Float8Tensor", "scale_inv", got, f"{grid} for {scaling!r}, C-contiguous, on {codes.device}"))
 
     @property
     def shape(self) -> Shape:
@@ -248,6 +251,15 @@ class Float8Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._codes.__dlpack_device__()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
+        """The same codes and scales in memory of their own."""
+        copied = self._like(_copied(self._codes), _copied(self._scale_inv))
+        copied._flipped = self._flipped
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("Float8Tensor cannot be pickled: it is memory by address; keep data and scale_inv with fk.save")
+
     def __repr__(self) -> str:
         return f"Float8Tensor({self.shape}, {self.format}, scaling={self.scaling!r}, {self.device})"
 
@@ -262,6 +274,12 @@ class Float8Tensor:
         made.scale_inv = self.scale_inv if scale_inv is self._scale_inv else arrays.to_library(scale_inv, self.scale_inv)
         made.format, made.scaling = self.format, self.scaling
         return made
+
+
+def _copied(view: ArrayView) -> ArrayView:
+    own = arrays.empty(view.shape, view.dtype, view.device)
+    arrays.copy(own, view)
+    return own
 
 
 def _tiling(scaling: str, shape: Shape) -> tuple[tuple[int, int], Shape]:
@@ -291,14 +309,17 @@ def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
     view = arrays.as_view(np.asarray(scale, np.float32) if plain else scale)
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
-    if view.dtype is not formats.float32 or not fits:
-        raise ShapeError(expected("quantize", "scale", f"{view.dtype.name} {view.shape}", f"float32 {grid}"))
+    if view.dtype is not formats.float32:
+        raise FormatError(expected("quantize", "scale", view.dtype.name, "float32"))
+    if not fits:
+        raise ShapeError(expected("quantize", "scale", f"shape {view.shape}", f"shape {grid}"))
     return arrays.to(arrays.contiguous(view), where).reshape(*grid)
 
 
 def _narrowed(rows: ArrayView) -> ArrayView:
-    """float64 as float32, by the array's own library."""
-    return arrays.as_view(arrays.provider(rows.device).native(rows).astype(np.float32))
+    """float64 as float32, by the array's own library; what overflows becomes Inf."""
+    with np.errstate(over="ignore"):
+        return arrays.as_view(arrays.provider(rows.device).native(rows).astype(np.float32))
 
 
 def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:

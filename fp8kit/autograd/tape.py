@@ -11,6 +11,7 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from typing import Any, NamedTuple, Protocol
 
 from fp8kit.errors import AutogradError
@@ -37,8 +38,7 @@ class Node:
 
     ``backward(cotangents)``: one entry per output (None is zero), returns one per edge (None is zero). ``edges``: one per input,
     None where no gradient is wanted. ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the
-    list of
-    the distinct items of all nodes that ran.
+    list of the distinct items of all nodes that ran. When the walk fails, ``item.discard()`` is called instead, for each of them.
     """
 
     __slots__ = ("backward", "edges", "finish", "name", "outputs", "sequence")
@@ -62,7 +62,8 @@ class Node:
 def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False) -> None:
     """Walk back from ``roots``, pairs of an edge and its cotangent. Unless ``retain_graph``, nodes give up what they saved.
 
-    Raises AutogradError when a node was already walked and gave up what it saved.
+    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded. Raises AutogradError
+    when a node was already walked and gave up what it saved.
     """
     pending: dict[Node, list[Any]] = {}
     heap: list[tuple[int, Node]] = []
@@ -81,30 +82,39 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             heapq.heappush(heap, (-target.sequence, target))
         slots[index] = cotangent if slots[index] is None else add(slots[index], cotangent)
 
-    for edge, cotangent in roots:
-        deliver(edge, cotangent)
-    while heap:
-        _, node = heapq.heappop(heap)
-        backward = node.backward
-        if backward is None:
-            raise AutogradError(f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time")
-        gradients = backward(pending.pop(node))
-        for target, gradient in zip(node.edges, gradients, strict=True):
-            if target is not None and gradient is not None:
-                deliver(target, gradient)
-        if node.finish is not None:
-            function, item = node.finish
-            finishing.setdefault(function, {})[id(item)] = item
-        if not retain_graph:
-            node.backward = None
-    for leaf, gradient in leaves.values():
-        leaf.accumulate(gradient)
-    for function, items in finishing.items():
-        function(list(items.values()))
+    try:
+        for edge, cotangent in roots:
+            deliver(edge, cotangent)
+        while heap:
+            _, node = heapq.heappop(heap)
+            backward = node.backward
+            if backward is None:
+                raise AutogradError(f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time")
+            if node.finish is not None:  # before the call: a node that fails half-way has something to discard too
+                function, item = node.finish
+                finishing.setdefault(function, {})[id(item)] = item
+            gradients = backward(pending.pop(node))
+            for target, gradient in zip(node.edges, gradients, strict=True):
+                if target is not None and gradient is not None:
+                    deliver(target, gradient)
+            if not retain_graph:
+                node.backward = None
+        for leaf, gradient in leaves.values():
+            leaf.accumulate(gradient)
+        for function, items in finishing.items():
+            function(list(items.values()))
+    except BaseException:
+        for items in finishing.values():
+            for item in items.values():
+                item.discard()
+        raise
 
 
 class _Mode(threading.local):
     enabled = True
+
+    def __init__(self) -> None:
+        self.outside: list[bool] = []  # what held outside of each no_grad block; here, so that one object may be entered anywhere
 
 
 _MODE = _Mode()
@@ -129,19 +139,12 @@ class set_grad_enabled:
         _MODE.enabled = self._before
 
 
-class no_grad:
+class no_grad(ContextDecorator):
     """Do not record what is computed inside: ``with no_grad():`` or as a decorator. Nestable, per thread, exception-safe."""
 
     def __enter__(self) -> None:
-        self._before = _MODE.enabled
+        _MODE.outside.append(_MODE.enabled)
         _MODE.enabled = False
 
     def __exit__(self, *exc: object) -> None:
-        _MODE.enabled = self._before
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **named: Any) -> Any:
-            with no_grad():
-                return function(*args, **named)
-
-        return wrapped
+        _MODE.enabled = _MODE.outside.pop()

@@ -84,7 +84,7 @@ class Tensor:
         if self.grad is None:
             self.grad = cotangent if cotangent.contiguous else arrays.contiguous(cotangent)
         else:
-            self.grad = add_views(self.grad, cotangent)
+            self.grad = add_views(arrays.as_view(self.grad), cotangent)  # a user may have set any array
 
     def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
         """Walk back from here; every tensor that requires a gradient gets its ``grad``.
@@ -106,18 +106,37 @@ class Tensor:
             raise ShapeError(expected("backward", "gradient", f"shape {view.shape}", f"shape {self.shape}"))
         if view.dtype is not self.dtype:
             raise FormatError(expected("backward", "gradient", view.dtype.name, self.dtype.name))
-        tape.run([(edge, arrays.to(arrays.contiguous(view), self.device))], add_views, retain_graph)
+        root = owned(edge, arrays.to(arrays.contiguous(view), self.device))
+        tape.run([(edge, root)], add_views, retain_graph)
 
     def reshape(self, *shape: int) -> Tensor:
-        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ."""
+        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or not C-contiguous."""
         view = self.view.reshape(*arrays.as_sizes(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         before = self.shape
         return record("reshape", [self], view, lambda g: [g.reshape(*before)])
 
-    def __add__(self, other: Tensor) -> Tensor:
+    def __add__(self, other: Any) -> Tensor:
         from fp8kit.autograd.rules import apply
 
-        return apply(add, _ADD, {"a": self, "b": other})["y"]
+        if isinstance(other, int | float | complex):
+            return NotImplemented
+        return apply(add, _ADD, {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other)})["y"]
+
+    __array_priority__ = 1000  # array + tensor is the tensor's to answer: NumPy would convert it, and leave the tape
+
+    def __radd__(self, other: Any) -> Tensor:
+        return NotImplemented if isinstance(other, int | float | complex) else Tensor(arrays.as_view(other)) + self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A tensor of its own memory, without the gradient. AutogradError for one that was computed on the tape."""
+        if self._edge is not None:
+            raise AutogradError("deepcopy: this tensor was computed on the tape; detach() it first")
+        copied = type(self).__new__(type(self))
+        Tensor.__init__(copied, fresh(self.view), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()")
 
     def __fp8kit_view__(self) -> ArrayView:
         return self.view
@@ -165,6 +184,11 @@ def owned(edge: Edge | None, view: ArrayView | None) -> ArrayView | None:
     """A cotangent that may be shared, made safe for where it goes: a leaf keeps it as ``grad`` and gets a copy of its own."""
     if view is None or edge is None or isinstance(edge.target, Node):
         return view
+    return fresh(view)
+
+
+def fresh(view: ArrayView) -> ArrayView:
+    """A C-contiguous copy in memory of its own."""
     own = arrays.empty(view.shape, view.dtype, view.device)
     arrays.copy(own, arrays.contiguous(view))
     return own

@@ -61,16 +61,23 @@ class Cast:
 
 
 class AttentionSpec(Protocol):
-    """What the attention kernels need to know beside their arrays; ``fp8kit.ops.attention.AttentionSpec`` is one.
+    """What the attention kernels need to know beside their arrays, to be read only; ``fp8kit.ops.attention.AttentionSpec`` is one."""
 
-    ``qkv_format`` "sbhd" or "bshd" (order of the dimensions of q, k, v, o); ``mask`` "no_mask", "causal" (aligned top-left),
-    "padding" or "padding_causal" (with cu_seqlens); ``softmax_scale`` multiplies q k^T; ``dropout`` in [0, 1).
-    """
+    @property
+    def qkv_format(self) -> str:
+        """Order of the dimensions of q, k, v, o: "sbhd" or "bshd"."""
 
-    qkv_format: str
-    mask: str
-    softmax_scale: float
-    dropout: float
+    @property
+    def mask(self) -> str:
+        """Which scores count: "no_mask", "causal" (aligned top-left), "padding" or "padding_causal" (with cu_seqlens)."""
+
+    @property
+    def softmax_scale(self) -> float:
+        """What q k^T is multiplied with."""
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropping a weight, in [0, 1)."""
 
 
 class Kernels(Protocol):
@@ -246,8 +253,7 @@ class Kernels(Protocol):
         stream: int,
     ) -> None:
         """y = activation(x + bias). "gelu" (tanh form, Hendrycks & Gimpel 2016), "relu", "silu": x (M, F); "swiglu": x (M, 2F), y =
-        silu(first
-        half) * second half. x, y: h; bias: h, x's columns. y, cast, amax as in ``norm_fwd``."""
+        silu(first half) * second half. x, y: h; bias: h, x's columns. y, cast, amax as in ``norm_fwd``."""
 
     def act_bwd(
         self,
@@ -307,9 +313,8 @@ class Kernels(Protocol):
     ) -> None:
         """o = dropout(softmax(mask(softmax_scale * q k^T))) v. q: h (s_q, b, h, d) for sbhd, (b, s_q, h, d) for bshd, k and v with s_kv and
         h_kv heads (h_kv divides h), o like q; all may be strided, last stride 1. lse: float32 (b, h, s_q), the row's log-sum-exp of the
-        scaled and
-        masked scores (-Inf for a row that sees nothing, whose o is 0). cu_seqlens: int32 (b + 1,), running sums of each batch's true
-        lengths; rows beyond them give o = 0. P's element index for dropout is ((b * heads + h) * s_q + i) * s_kv + j."""
+        scaled and masked scores (-Inf for a row that sees nothing, whose o is 0). cu_seqlens: int32 (b + 1,), running sums of each
+        batch's true lengths; rows beyond them give o = 0. P's element index for dropout is ((b * heads + h) * s_q + i) * s_kv + j."""
 
     def attention_bwd(
         self,
@@ -331,8 +336,7 @@ class Kernels(Protocol):
         stream: int,
     ) -> None:
         """Gradients of ``attention_fwd`` (Dao et al. 2022, appendix B: P is recomputed from lse). dq, dk, dv like q, k, v, may be
-        strided; every
-        element is written, padding rows as 0."""
+        strided; every element is written, padding rows as 0."""
 
     def attention_workspace(self, q: tuple[int, ...], kv: tuple[int, ...], dtype: DType, spec: AttentionSpec, backward: bool) -> int:
         """Bytes of workspace for q of shape ``q`` and k, v of shape ``kv``."""
@@ -340,8 +344,8 @@ class Kernels(Protocol):
     # --- embedding, loss ------------------------------------------------------------------------------------------------
 
     def embedding_fwd(self, ids: ArrayView, table: ArrayView, out: ArrayView, stream: int) -> None:
-        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN); table: h (V, N); out: (M,
-        N)."""
+        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN); table: h (V, N);
+        out: h (M, N)."""
 
     def embedding_bwd(self, ids: ArrayView, dout: ArrayView, dtable: ArrayView, stream: int) -> None:
         """dtable[v] = sum of dout[i] over ids[i] == v, in the order of i, in float32; rows that no id names are written as 0."""
@@ -395,8 +399,7 @@ class Kernels(Protocol):
         stream: int,
     ) -> None:
         """AdamW (Loshchilov & Hutter 2019, algorithm 2) on lists of tensors. params, grads: h; exp_avg, exp_avg_sq: float32; master:
-        float32
-        where the parameter is 16 bits wide, else None: then the update is made on the master and the parameter is its rounding.
+        float32 where the parameter is 16 bits wide, else None: then the update is made on the master and the parameter is its rounding.
         m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w -= lr * (m / (1 - b1^step) / (sqrt(v / (1 - b2^step)) + epsilon) + decay * w)."""
 
     def l2norm(self, xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None, stream: int) -> None:

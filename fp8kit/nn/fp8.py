@@ -35,6 +35,10 @@ class _Ticket(NamedTuple):
     recipe: Recipe
     state: ScalingState
 
+    def discard(self) -> None:
+        """The backward pass failed: what it recorded is dropped."""
+        self.state.drop()
+
 
 class _Wiring(NamedTuple):
     """How a layer's state hangs on its operation under one recipe."""
@@ -230,9 +234,12 @@ class Fp8Module(Module):
 
         def take() -> None:
             self.fp8_meta = made
-            self._wiring = self._weights = None
+            self._wiring = None
 
         return take
+
+    def forget(self) -> None:
+        self._weights = None
 
 
 def amax_of(view: ArrayView, amax: ArrayView) -> None:

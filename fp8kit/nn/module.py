@@ -30,12 +30,6 @@ class Parameter(Tensor):
     def __init__(self, view: ArrayView) -> None:
         super().__init__(view, requires_grad=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        own = arrays.empty(self.shape, self.dtype, self.device)
-        arrays.copy(own, self.view)
-        memo[id(self)] = copied = type(self)(own)
-        return copied
-
     def __repr__(self) -> str:
         return f"fp8kit.nn.Parameter({self.shape}, {self.dtype.name}, {self.device})"
 
@@ -133,6 +127,9 @@ class Module:
             raise CheckpointError(f"unexpected: {', '.join(state)}")
         return lambda: None
 
+    def forget(self) -> None:
+        """Drop what this one module derived from its parameters; called when other values are loaded into them."""
+
     def state_dict(self) -> dict[str, ArrayView]:
         """Parameters, buffers and FP8 state by path; views of the module's own memory."""
         state = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
@@ -172,6 +169,8 @@ class Module:
             arrays.copy(own[name], arrays.contiguous(view))
         for take in takers:
             take()
+        for module in modules.values():
+            module.forget()
 
     def __repr__(self) -> str:
         inner = [f"  ({name}): " + repr(child).replace("\n", "\n  ") for name, child in self.children()]
@@ -227,13 +226,6 @@ def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
         return Tensor(arrays.as_view(value))
     except FormatError as error:
         raise FormatError(expected(operation, argument, type(value).__name__, f"a Tensor or an array ({error})")) from None
-
-
-def not_yet(operation: str, only: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuse arguments, name -> (value, what is supported), that have another value. Fp8kitError."""
-    for name, (value, supported) in only.items():
-        if value is not supported and value != supported:
-            raise Fp8kitError(expected(operation, name, repr(value), f"{supported!r}: nothing else is supported yet"))
 
 
 def positive(operation: str, **sizes: int) -> None:

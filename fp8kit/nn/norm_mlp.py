@@ -12,7 +12,8 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import uint8
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
-from fp8kit.nn.module import Parameter, as_tensor, make_parameter, not_yet, positive, resolve
+from fp8kit.nn.later import CONSTRUCTOR, later
+from fp8kit.nn.module import Parameter, as_tensor, make_parameter, positive, resolve
 from fp8kit.nn.norm import norm_parameters
 from fp8kit.nn.random import Init, normal_init
 from fp8kit.ops.norm import NormSpec
@@ -35,14 +36,13 @@ class LayerNormMLP(Fp8Module):
     operation = norm_mlp
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, return_bias: bool = False,
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, return_bias: bool = False,
                  init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
-                 activation_params: Any = None, output_layer_init_method: Init | None = None, params_dtype: Any = None,
-                 return_layernorm_output: bool = False, zero_centered_gamma: bool = False, device: Any = None, name: str | None = None,
-                 checkpoint: bool = False) -> None:
+                 output_layer_init_method: Init | None = None, params_dtype: Any = None, return_layernorm_output: bool = False,
+                 zero_centered_gamma: bool = False, device: Any = None, name: str | None = None, **other: Any) -> None:
         super().__init__()
+        later("LayerNormMLP", CONSTRUCTOR["LayerNormMLP"], other)
         positive("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        not_yet("LayerNormMLP", {"activation_params": (activation_params, None), "checkpoint": (checkpoint, False)})
         if activation not in ACTIVATIONS:
             raise Fp8kitError(expected("LayerNormMLP", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}; no other yet"))
         dtype, where = resolve("LayerNormMLP", params_dtype, device)

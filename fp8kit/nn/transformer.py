@@ -8,16 +8,14 @@ from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.nn import random
-from fp8kit.nn.attention import MHA_CALL_LATER, MHA_LATER, MultiheadAttention, later
+from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec
-from fp8kit.nn.module import Module, as_tensor, not_yet, positive
+from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later, not_yet
+from fp8kit.nn.module import Module, as_tensor, positive
 from fp8kit.nn.norm import LayerNorm, RMSNorm
 from fp8kit.nn.norm_mlp import LayerNormMLP
 from fp8kit.nn.random import Init
 from fp8kit.ops.dropout_add import dropout_add
-
-_LATER = MHA_LATER | {"parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0, "activation_params": None}
-_CALL_LATER = MHA_CALL_LATER | {"enc_dec_attn_mask": None, "enc_dec_attn_mask_type": None, "enc_dec_window_size": None}
 
 
 class TransformerLayer(Module):
@@ -39,13 +37,13 @@ class TransformerLayer(Module):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
                  layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
                  init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
-                 kv_channels: int | None = None, self_attn_mask_type: str = "causal", params_dtype: Any = None,
+                 kv_channels: int | None = None, self_attn_mask_type: str = "causal", *, params_dtype: Any = None,
                  apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False, fuse_qkv_params: bool = False,
                  zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, bias: bool = True, activation: str = "gelu",
                  normalization: str = "LayerNorm", device: Any = None, attn_input_format: str = "sbhd", name: str | None = None,
                  **other: Any) -> None:
         op = "TransformerLayer"
-        later(op, _LATER, other)
+        later(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
         if not 0 <= hidden_dropout < 1:
             raise Fp8kitError(expected(op, "hidden_dropout", hidden_dropout, "a probability in [0, 1)"))
@@ -58,22 +56,24 @@ class TransformerLayer(Module):
                                   "params_dtype": params_dtype, "device": device}
         self.self_attention = MultiheadAttention(
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method, output_layer_init_method,
-            layer_number, self_attn_mask_type, num_gqa_groups, input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params,
-            qkv_weight_interleaved=qkv_weight_interleaved, qkv_format=attn_input_format, return_bias=True, **shared)
+            layer_number, self_attn_mask_type, num_gqa_groups=num_gqa_groups, input_layernorm=not output_layernorm,
+            fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved, qkv_format=attn_input_format,
+            return_bias=True, **shared)
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, layernorm_epsilon, True, init_method, activation=activation,
+            hidden_size, ffn_hidden_size, layernorm_epsilon, return_bias=True, init_method=init_method, activation=activation,
             output_layer_init_method=output_layer_init_method, **shared)
         self.layernorm: Module | None = None
         if output_layernorm:
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            self.layernorm = kind(hidden_size, layernorm_epsilon, params_dtype, zero_centered_gamma, device=device)
+            self.layernorm = kind(hidden_size, layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
+                                  device=device)
 
     def forward(self, hidden_states: Any, self_attn_mask_type: str | None = None, is_first_microbatch: bool | None = None,
                 cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **other: Any) -> Tensor:
         """``hidden_states``: h (s, b, H), or (b, s, H) with "bshd". ``self_attn_mask_type`` overrides the constructor's;
         ``cu_seqlens``: int32 (b + 1,), for padding masks. ``is_first_microbatch``: see ``Linear``. Returns the same shape and dtype.
         """
-        later("TransformerLayer", _CALL_LATER, other)
+        later("TransformerLayer", FORWARD["TransformerLayer"], other)
         x = as_tensor("TransformerLayer", "hidden_states", hidden_states)
         post = self.apply_residual_connection_post_layernorm
         wanted = {"residual": not post, "return_norm": post}

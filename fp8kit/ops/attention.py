@@ -22,6 +22,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "separate": {"q": "q", "k": "k", "v": "v"},
     "q_kv": {"q": "q", "kv": "kv"},
     "qkv": {"qkv": "qkv"},
+    "qkv_interleaved": {"qkv": "qkv"},
 }
 FORMATS = ("sbhd", "bshd")
 MASKS = ("no_mask", "causal", "padding", "padding_causal")
@@ -40,7 +41,8 @@ class AttentionSpec:
     * ``dropout``: probability of dropping an attention weight, in [0, 1).
     * ``deterministic``: backward gives the same bits every time.
     * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A packed input holds its parts one
-      after the other in the last dimension: [h * d of q | g * d of k | g * d of v].
+      after the other in the last dimension: [h * d of q | g * d of k | g * d of v]. "qkv_interleaved": one input qkv, head after head, each
+      [d of q | d of k | d of v]; only where g = h.
     """
 
     num_heads: int
@@ -66,6 +68,11 @@ class AttentionSpec:
     def width(self, parts: str) -> int:
         """Features of an input that holds ``parts``."""
         return sum(self.heads(part) for part in parts) * self.head_dim
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the parts of the packed input alternate from head to head."""
+        return self.layout == "qkv_interleaved"
 
     @property
     def padded(self) -> bool:
@@ -198,8 +205,9 @@ def _place(spec: AttentionSpec, metas: Metas) -> dict[str, Part]:
         width, offset = spec.width(parts), 0
         for part in parts:
             shape = (first, second, spec.heads(part), spec.head_dim)
-            places[part] = Part(name, shape, (second * width, width, spec.head_dim, 1), offset)
-            offset += spec.width(part)
+            head = len(parts) * spec.head_dim if spec.interleaved else spec.head_dim  # from one head of a part to its next
+            places[part] = Part(name, shape, (second * width, width, head, 1), offset)
+            offset += spec.head_dim if spec.interleaved else spec.width(part)
     return places
 
 
@@ -229,6 +237,7 @@ def _check_spec(spec: AttentionSpec) -> None:
     check("qkv_format", spec.qkv_format in FORMATS, f"one of {', '.join(FORMATS)}")
     check("mask", spec.mask in MASKS, f"one of {', '.join(MASKS)}")
     check("layout", spec.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}")
+    check("layout", not spec.interleaved or spec.num_gqa_groups == spec.num_heads, f"one with {spec.num_gqa_groups} groups of heads")
     check("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
     check("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
 

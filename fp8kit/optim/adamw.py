@@ -15,7 +15,7 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import CheckpointError, Fp8kitError, expected
+from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import float32
 
 HostArray = np.ndarray[Any, Any]
@@ -52,7 +52,8 @@ class AdamW:
     gradient is left alone. ``param_groups`` is a list of dicts that may be changed between steps; setting ``lr`` sets it in all of
     them. Load weights before the first step, or load the optimiser's state too: the masters, once made, are the truth.
 
-    Raises Fp8kitError for empty or duplicate parameters and for hyperparameters outside their range.
+    Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside their range, ShapeError for a
+    ``grad`` that was set to an array of another shape, dtype or device.
     """
 
     def __init__(
@@ -74,11 +75,14 @@ class AdamW:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
                     raise Fp8kitError(expected("AdamW", "params", what, "different tensors that require grad"))
                 seen.add(id(param))
+                if not param.view.contiguous or not _writable(param.view):
+                    what = f"strides {param.view.strides} or memory that is read-only"
+                    raise Fp8kitError(expected("AdamW", "params", what, "C-contiguous memory that may be written"))
             _check(whole)
             self.param_groups.append(whole)
         if not seen:
             raise Fp8kitError(expected("AdamW", "params", "nothing", "at least one tensor"))
-        self._moments: dict[int, _Moments] = {}
+        self._moments: dict[Tensor, _Moments] = {}
 
     @property
     def lr(self) -> float:
@@ -108,11 +112,12 @@ class AdamW:
                 if param.grad is None:
                     continue
                 view = arrays.as_view(param)
-                moments = self._moments.get(id(param))
+                grad = _gradient(param)
+                moments = self._moments.get(param)
                 if moments is None:
-                    moments = self._moments[id(param)] = _Moments(view)
+                    moments = self._moments[param] = _Moments(view)
                 moments.step += 1
-                entry = (view, arrays.as_view(param.grad), moments, group["weight_decay"])
+                entry = (view, grad, moments, group["weight_decay"])
                 batches.setdefault((view.device, moments.step, *hyper), []).append(entry)
         for (device, step, lr, beta1, beta2, eps), entries in batches.items():
             params, grads, moments_of, decays = zip(*entries, strict=True)
@@ -125,12 +130,12 @@ class AdamW:
         """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups, 5: lr, beta1, beta2, eps,
         weight_decay), and ``exp_avg.i``, ``exp_avg_sq.i``, ``master.i`` of parameter i."""
         params = self._params()
-        steps = [self._moments[id(p)].step if id(p) in self._moments else 0 for p in params]
+        steps = [self._moments[p].step if p in self._moments else 0 for p in params]
         hyper = [[g["lr"], *g["betas"], g["eps"], g["weight_decay"]] for g in self.param_groups]
         out = {"steps": arrays.as_view(np.array(steps, np.int64)), "hyper": arrays.as_view(np.array(hyper, np.float64))}
         for i, param in enumerate(params):
-            if id(param) in self._moments:
-                out |= {f"{name}.{i}": view for name, view in self._moments[id(param)].arrays().items()}
+            if param in self._moments:
+                out |= {f"{name}.{i}": view for name, view in self._moments[param].arrays().items()}
         return out
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -156,10 +161,23 @@ class AdamW:
         self._moments = {}
         for i, param in enumerate(params):
             if steps[i]:
-                moments = self._moments[id(param)] = _Moments(arrays.as_view(param))
+                moments = self._moments[param] = _Moments(arrays.as_view(param))
                 moments.step = int(steps[i])
                 for name, target in moments.arrays().items():
                     arrays.copy(target, arrays.contiguous(views[f"{name}.{i}"]))
+
+
+def _writable(view: ArrayView) -> bool:
+    return not isinstance(view.owner, np.ndarray) or bool(view.owner.flags.writeable)
+
+
+def _gradient(param: Tensor) -> ArrayView:
+    """The parameter's gradient; any array may have been set."""
+    grad = arrays.contiguous(arrays.as_view(param.grad))
+    if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
+        got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (grad, param))
+        raise ShapeError(expected("AdamW", "grad", got, wanted))
+    return grad
 
 
 def _check(group: Mapping[str, Any]) -> None:

@@ -22,6 +22,9 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Any:
     if not max_norm > 0:
         raise Fp8kitError(expected("clip_grad_norm_", "max_norm", max_norm, "a positive number"))
     grads = [arrays.as_view(param.grad) for param in params if param.grad is not None]
+    for grad in grads:
+        if not grad.contiguous:  # backward's never are; a user may have set any array
+            raise Fp8kitError(expected("clip_grad_norm_", "params", f"a gradient of strides {grad.strides}", "C-contiguous gradients"))
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
         raise Fp8kitError(expected("clip_grad_norm_", "params", f"gradients on {len(devices)} devices", "gradients on one device"))

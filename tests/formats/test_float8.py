@@ -1,5 +1,8 @@
 """Float8Tensor: values against the codec, memory by address, products against float64, and what is refused."""
 
+import copy
+import pickle
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -154,7 +157,7 @@ def test_slices_keep_their_scales():
         (FormatError, "float8_e4m3fn", lambda: quantize(quantize(_x(2, 2)))),
         (ShapeError, "scale", lambda: quantize(_x(4, 4), scale=np.ones(3, np.float32))),
         (ShapeError, "scale", lambda: quantize(_x(4, 4), scale=np.ones(4, np.float32))),
-        (ShapeError, "float64", lambda: quantize(_x(4, 4), scale=np.ones(1))),
+        (FormatError, "float64", lambda: quantize(_x(4, 4), scale=np.ones(1))),
         (ShapeError, "scale", lambda: quantize(_x(4, 4), scale=np.ones(1, np.float32), scaling="row")),
         (FormatError, "column", lambda: quantize(_x(4, 4), scaling="column")),
         (FormatError, "rounding", lambda: quantize(_x(4, 4), rounding="up")),
@@ -173,6 +176,8 @@ def test_slices_keep_their_scales():
         (ShapeError, "last dimension", lambda: quantize(_x(4, 4), scaling="row").reshape(2, 8)),
         (ShapeError, "index", lambda: quantize(_x(4, 4), scaling="block_1x128")[1:]),
         (ShapeError, "scale_inv", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(2, np.float32))),
+        (FormatError, "scale_inv", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(1))),
+        (ShapeError, "strides", lambda: Float8Tensor(np.zeros((2, 2), np.uint8), np.ones(4, np.float32)[::2], scaling="row")),
         (FormatError, "float8_e5m2", lambda: Float8Tensor(torch.zeros(2, 2).to(torch.float8_e5m2), torch.ones(1), E4M3)),
         (TypeError, "unsupported operand", lambda: quantize(_x(4, 4)) @ _x(4, 4)),
     ],
@@ -180,3 +185,38 @@ def test_slices_keep_their_scales():
 def test_refusals(error, match, call):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_inputs_of_any_layout_and_kind_give_the_same_codes():
+    x = _x(5, 7)
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    for view in (x[::-1, ::-1], x.T, x[1:4, ::3], fixed):
+        np.testing.assert_array_equal(quantize(view).data, quantize(view.copy()).data)
+    wide = quantize(np.array([1e300, 1.0]))  # float64 is rounded to float32 first: Inf, so the scale is 1
+    np.testing.assert_array_equal(wide.dequantize(), [448, 1])
+    with pytest.raises(FormatError, match=">f4"):
+        quantize(x.astype(">f4"))
+
+
+def test_copies_own_their_memory_and_pickling_is_refused():
+    q = quantize(_x(3, 4), scaling="row").T
+    other = copy.deepcopy(q)
+    before = other.dequantize().copy()
+    q.data[...] = 0
+    np.testing.assert_array_equal(other.dequantize(), before)
+    assert other.shape == (4, 3)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(q)
+
+
+def test_views_copy_deeply_convert_and_refuse_pickle() -> None:
+    host = np.arange(12, dtype=np.float32).reshape(3, 4)
+    view = as_view(host.T)
+    own = copy.deepcopy(view)
+    host[...] = -1
+    assert own.contiguous
+    np.testing.assert_array_equal(np.asarray(own), np.arange(12, dtype=np.float32).reshape(3, 4).T)
+    np.testing.assert_array_equal(np.asarray(view), host.T)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(view)

@@ -172,6 +172,15 @@ def test_dicts_of_every_dtype(tmp_path):
     assert target["scalar"].shape == ()
 
 
+def test_arrays_that_cannot_be_loaded_into_are_named_and_nothing_changes(tmp_path):
+    checkpoint.save(tmp_path / "d", {"a": np.ones(3), "b": np.ones((2, 3)), "c": np.ones(2)})
+    target = {"a": np.zeros(3), "b": np.zeros((3, 2)).T, "c": np.zeros(2)}
+    target["c"].flags.writeable = False
+    with pytest.raises(CheckpointError, match=r"b: loads into an array of strides \(1, 2\).*; c: loads into a read-only array"):
+        checkpoint.load(tmp_path / "d", target)
+    assert not target["a"].any()
+
+
 def wrong(tmp_path, make):
     """A checkpoint of ``Net`` changed by ``make(state)``."""
     net = Net("cpu")
