@@ -24,7 +24,7 @@ RECIPES = [None, "delayed", Float8CurrentScaling()]
 
 def run(recipe: Recipe | str | None, device: Device = GPU, steps: int = 6) -> Run:
     size = preset("tiny").with_steps(steps)
-    corpus = text.standard_library(max_bytes=1 << 20)
+    corpus = text.standard_library()
     return train(size, corpus, fp8_recipe(size) if recipe == "delayed" else recipe, "run", device, 0, io.StringIO())
 
 
