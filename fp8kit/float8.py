@@ -26,9 +26,7 @@ _TILES: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "block_128x128": lambda rows, columns: (128, 128),
     "mx_1x32": lambda rows, columns: (1, 32),
 }
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-# what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
-_BLOCK_MAX = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
+_FLOAT32_MAX = formats.float32.max
 
 
 def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "tensor", rounding: str = "nearest",
@@ -65,7 +63,8 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
         values = rows if view.dtype is not formats.float64 else _narrowed(rows)
         kernels.amax(values, amax, tile, stream)
         blocks = scaling not in ("tensor", "row")
-        for_inf = _BLOCK_MAX.get(view.dtype.name, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
+        # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
+        for_inf = min(view.dtype.max, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
         kernels.scale_from_amax(amax, factors, scale_inv, format.max, blocks, 0.0, for_inf, stream)
     else:
         factors = _scale(scale, grid, where)

@@ -103,7 +103,7 @@ def _transpose(q: Any, rows: Any, columns: Any, q_t: Any) -> None:
                     q_t[j, i] = q[i, j]
 
 
-def _cast(x: Array, q: Array, scale: Array, tile: tuple[int, int], fmt: Format, saturate: bool) -> Array:
+def encode_tiles(x: Array, q: Array, scale: Array, tile: tuple[int, int], fmt: Format, saturate: bool) -> Array:
     """Fill q by the fast path; returns the rows' amaxes as ``accumulate`` takes them."""
     bits = _bits(fmt, saturate)
     assert bits is not None
@@ -146,7 +146,7 @@ def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView,
     """See ``Kernels.quantize``."""
     values, factors = widened(x), scale.numpy().reshape(-1)
     if rng is None and _bits(format, saturate) is not None:
-        rows = _cast(values, q.numpy(), factors, tile, format, saturate)
+        rows = encode_tiles(values, q.numpy(), factors, tile, format, saturate)
         if amax is not None:
             accumulate(rows, max(tile[0], 1), amax)
     else:
@@ -176,7 +176,7 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     m, n = x.shape
     values = widened(x)
     padded = np.empty((m, n), np.uint8) if cast.q is None else cast.q.numpy()
-    rows = _cast(values, padded, cast.scale.numpy(), (m, n), cast.format, True)
+    rows = encode_tiles(values, padded, cast.scale.numpy(), (m, n), cast.format, True)
     padded[m:] = 0
     padded[:m, n:] = 0
     if cast.q_t is not None:
