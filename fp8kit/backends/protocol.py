@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType, Format
 
 Layout = Literal["nt", "nn", "tn"]
@@ -58,6 +58,16 @@ class Cast:
         self.scale = scale
         self.scale_inv = scale_inv
         self.amax = amax
+
+
+BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``
+
+
+def block_shapes(rows: int, columns: int, tile: tuple[int, int]) -> tuple[Shape, Shape]:
+    """Shapes of an operand of ``block_gemm`` for a matrix of (rows, columns): of its codes, uint8, and of its scale_inv, float32."""
+    r, k = -(-rows // 16) * 16, -(-columns // BLOCK) * BLOCK
+    scales = (k // BLOCK, r) if tile[0] == 1 else (-(-r // BLOCK), -(-k // (4 * BLOCK)) * 4)
+    return (r, k), scales
 
 
 class AttentionSpec(Protocol):
