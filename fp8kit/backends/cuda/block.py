@@ -1,6 +1,6 @@
 """The contract's scaling by blocks of 128: the cast of both orientations in one launch, and cuBLASLt's block-scaled product.
 
-cuBLASLt takes these scales on Hopper (compute capability 9.0, cuBLAS 12.9 and later) and says itself where it does not.
+cuBLASLt takes these scales on Hopper alone (compute capability 9.0, cuBLAS 12.9 and later).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda.cublaslt import Scaling
 from fp8kit.backends.cuda.gemm import scaled_gemm
 from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.registry import CannotTake
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import Format
 
@@ -38,6 +39,10 @@ def block_quantize(x: ArrayView, q: ArrayView | None, scale_inv: ArrayView | Non
 def block_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
                b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None, accumulate: bool,
                workspace: ArrayView | None, stream: int) -> None:
-    """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses, for two operands scaled by squares as well."""
+    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError when cuBLASLt is missing or
+    refuses, for two operands scaled by squares as well."""
+    capability = launch.capability(out.device.index)
+    if capability != (9, 0):
+        raise CannotTake(expected("block_gemm", "device", f"compute capability {capability[0]}.{capability[1]}", "9.0: block scaling"))
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
     scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, False, workspace, stream)
