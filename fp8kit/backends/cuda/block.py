@@ -31,7 +31,7 @@ def block_quantize(x: ArrayView, q: ArrayView | None, scale_inv: ArrayView | Non
     args = (
         x.ptr, *(0 if view is None else view.ptr for view in (q, scale_inv, q_t, scale_inv_t)), rows, columns,
         0 if q is None else q.shape[0], 0 if q_t is None else q_t.shape[0], int(_SCALINGS[tile] == "block_128x128"), format.max, epsilon,
-        x.dtype.max, power_2,
+        x.dtype.max, int(power_2),
     )
     launch.launch(kernel, squares, _THREADS, args, stream)
 
