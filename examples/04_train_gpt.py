@@ -1,8 +1,8 @@
 """Train a byte-level GPT in FP8, save it, and let it write.
 
 Shows: the whole loop in a few lines: model, AdamW with warm-up and cosine, clipping, FP8 under ``autocast``, a checkpoint that holds the
-scales too, and sampling. Needs: a CPU (about 10 seconds, and a minute more when the kernels are compiled for the first time); on a machine with CUDA it trains in bfloat16 and FP8 on the GPU.
-``fp8kit demo`` is the same at a useful size, beside a high-precision run.
+scales too, and sampling. Needs: a CPU (about 10 seconds once its kernels are compiled); on a machine with CUDA it trains in bfloat16 and
+FP8 on the GPU. ``fp8kit demo`` is the same at a useful size, beside a high-precision run.
 """
 
 import sys

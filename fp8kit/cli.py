@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fp8kit {options.command}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print(f"\nfp8kit {options.command}: interrupted; nothing was written", file=sys.stderr)
+        print(f"\nfp8kit {options.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType, Format
 
 Layout = Literal["nt", "nn", "tn"]
@@ -58,6 +58,16 @@ class Cast:
         self.scale = scale
         self.scale_inv = scale_inv
         self.amax = amax
+
+
+BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``
+
+
+def block_shapes(rows: int, columns: int, tile: tuple[int, int]) -> tuple[Shape, Shape]:
+    """Shapes of an operand of ``block_gemm`` for a matrix of (rows, columns): of its codes, uint8, and of its scale_inv, float32."""
+    r, k = -(-rows // 16) * 16, -(-columns // BLOCK) * BLOCK
+    scales = (k // BLOCK, r) if tile[0] == 1 else (-(-r // BLOCK), -(-k // (4 * BLOCK)) * 4)
+    return (r, k), scales
 
 
 class AttentionSpec(Protocol):
@@ -151,6 +161,28 @@ class Kernels(Protocol):
     def quantize_transpose_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``quantize_transpose``'s workspace when it has a dbias."""
 
+    def block_quantize(
+        self,
+        x: ArrayView,
+        q: ArrayView | None,
+        scale_inv: ArrayView | None,
+        q_t: ArrayView | None,
+        scale_inv_t: ArrayView | None,
+        format: Format,
+        tile: tuple[int, int],
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """Current scaling by blocks, x and its transpose each as an operand of ``block_gemm``; E4M3 or E5M2. x: h (M, N), rows of 1 x 128
+        or squares of 128 x 128 elements share a scale: ``tile``. q: uint8 (M up to 16, N up to 128: the next multiples), q_t: uint8
+        (N up to 16, M up to 128), either may be None; zero codes beyond x. A scale is ``scale_from_amax`` of its tile's amax with
+        fp8_max = format.max and value_for_inf = the largest finite value of x's dtype; the code is ``encode(x * scale)``, saturating.
+
+        Tile (1, 128) runs along the contraction: q has a scale for 128 neighbours of a row of x, q_t, cast from x as well, one for 128
+        neighbours of a column. Tile (128, 128): q_t is q transposed. Layouts (cuBLASLt's), of an operand (R, Kp): tile (1, 128): float32
+        (Kp / 128, R); tile (128, 128): float32 (ceil(R / 128), Kp / 128 up to 4). Every element is written, 1 for a tile outside x."""
+
     # --- matrix products ------------------------------------------------------------------------------------------------
 
     def gemm(
@@ -190,11 +222,32 @@ class Kernels(Protocol):
         own width (Hopper: 14 bits); False promotes to float32 regularly (split accumulator). Not both E5M2. a, b and the scales are 16-byte
         aligned. Rounding where a bias or the old out joins: as in ``gemm``."""
 
+    def block_gemm(
+        self,
+        a: ArrayView,
+        b: ArrayView,
+        out: ArrayView,
+        a_format: Format,
+        b_format: Format,
+        a_scale_inv: ArrayView,
+        b_scale_inv: ArrayView,
+        a_tile: tuple[int, int],
+        b_tile: tuple[int, int],
+        bias: ArrayView | None,
+        accumulate: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp, Kp), b: uint8 (Np, Kp) with
+        their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or (128, 128), not both (128, 128). out, bias, accumulate,
+        formats, alignment as in ``fp8_gemm``; partial sums are promoted to float32 at every block (split accumulator). Workspace:
+        ``fp8_gemm_workspace``."""
+
     def gemm_workspace(self) -> int:
         """Bytes of workspace that ``gemm`` and ``fp8_gemm`` want, padded output included (see ``fp8_gemm_workspace``)."""
 
     def fp8_gemm_workspace(self, rows: int, columns: int) -> int:
-        """Bytes for an output of (rows, columns): ``gemm_workspace`` and, where the sizes need padding, a padded output."""
+        """Bytes for an FP8 product of (rows, columns): ``gemm_workspace`` and, where the sizes need padding, a padded output."""
 
     # --- normalisation --------------------------------------------------------------------------------------------------
 

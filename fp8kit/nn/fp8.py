@@ -203,7 +203,7 @@ class Fp8Module(Module):
                     if found is None:
                         found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
                     out = apply(weight_cast, found[0], own, given)
-                    made |= {name: out[name].view for name in (f"{prefix}w_q", f"{prefix}w_qt", f"{prefix}w_scale_inv")}
+                    made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
             cache = self._weights = _WeightCache(fp8, made)
         return dict(cache.arrays)
 

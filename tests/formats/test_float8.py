@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp8kit import codec, formats
+from fp8kit import arrays, codec, formats
 from fp8kit.arrays import as_view
+from fp8kit.backends import dispatch
+from fp8kit.backends.dispatch import CannotTake
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.float8 import Float8Tensor, quantize
 from fp8kit.formats import E2M1, E4M3, E5M2, Format
@@ -124,6 +127,47 @@ def test_product(scaling, pair, shape):
     assert_close("bfloat16", a.matmul(b.T, formats.bfloat16), exact, "bfloat16", sum_slack(size, k))
 
 
+BLOCKS = ("block_1x128", "block_128x128", "mx_1x32")
+
+
+@pytest.mark.parametrize("flips", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("pair", [(s, t) for s in BLOCKS for t in (*BLOCKS, "tensor")], ids="@".join)
+def test_product_of_blocks(pair, flips, monkeypatch):
+    """Every pair in every orientation; where blocks run along K the block-scaled product is what computes it."""
+    m, k, n = 150, 300, 70
+    made, wide = [], []
+    for seed, (scaling, flip, shape) in enumerate(zip(pair, flips, ((m, k), (k, n)), strict=True)):
+        shape = shape[::-1] if flip else shape
+        x = _x(*shape, seed=seed) * np.exp2(np.random.default_rng(seed).integers(-6, 6, (shape[0], 1))).astype(np.float32)
+        q = quantize(x, scaling=scaling)
+        values = codec.decode(q.data, E4M3) * _spread(q.scale_inv, shape, scaling)
+        made.append(q.T if flip else q)
+        wide.append(values.T if flip else values)
+    taken = []
+    kernels = dispatch.kernels(arrays.CPU)
+    spy = SimpleNamespace(**vars(kernels) | {"block_gemm": lambda *a: (taken.append(1), kernels.block_gemm(*a))})
+    monkeypatch.setattr(dispatch, "kernels", lambda device: spy)
+    exact, size = wide[0] @ wide[1], np.abs(wide[0]) @ np.abs(wide[1])
+    assert_close("a @ b", made[0] @ made[1], exact, "float32", sum_slack(size, k))
+    assert_close("bfloat16", made[0].matmul(made[1], formats.bfloat16), exact, "bfloat16", sum_slack(size, k))
+    square = "block_128x128"
+    fits = all(s == square or (s == "block_1x128" and flip is wanted) for s, flip, wanted in zip(pair, flips, (False, True), strict=True))
+    assert bool(taken) == (fits and pair != (square, square))
+
+
+def test_product_of_blocks_on_a_device_without_it(monkeypatch):
+    a, b = quantize(_x(2, 5, 200), scaling="block_1x128"), quantize(_x(30, 200, seed=1), scaling="block_128x128")
+    blocks = a @ b.T
+
+    def refuse(*_):
+        raise CannotTake("no block scaling here")
+
+    spy = SimpleNamespace(**vars(dispatch.kernels(arrays.CPU)) | {"block_gemm": refuse})
+    monkeypatch.setattr(dispatch, "kernels", lambda device: spy)
+    assert blocks.shape == (2, 5, 30)
+    np.testing.assert_array_equal(a @ b.T, blocks)
+
+
 def test_product_orientations_and_batches():
     a, b = quantize(_x(2, 3, 20)), quantize(_x(20, 9, seed=1))
     exact = a.dequantize().astype(np.float64) @ b.dequantize().astype(np.float64)
@@ -168,7 +212,6 @@ def test_slices_keep_their_scales():
         (FormatError, "not both", lambda: quantize(_x(4, 4), E5M2) @ quantize(_x(4, 4), E5M2).T),
         (FormatError, "E2M1", lambda: quantize(_x(4, 4), E2M1) @ quantize(_x(4, 4)).T),
         (ShapeError, "matmul", lambda: quantize(_x(4, 4)) @ quantize(_x(4, 5)).T),
-        (FormatError, "block_1x128", lambda: quantize(_x(4, 4), scaling="block_1x128") @ quantize(_x(4, 4), scaling="block_1x128").T),
         (FormatError, "row", lambda: quantize(_x(4, 4), scaling="row") @ quantize(_x(4, 4)).T),
         (FormatError, "contraction", lambda: quantize(_x(4, 4), scaling="row") @ quantize(_x(4, 4), scaling="row")),
         (FormatError, "int8", lambda: quantize(_x(4, 4)).dequantize("int8")),

@@ -10,7 +10,7 @@ from fp8kit.autocast import autocast
 from fp8kit.autograd import Function, no_grad, tensor
 from fp8kit.errors import RecipeError
 from fp8kit.nn.scaling import ScalingState, update
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.nn.products import f64, host
 from tests.nn.test_layers import draw, make, step
 
@@ -198,7 +198,7 @@ def test_history_length_may_change(device):
         np.testing.assert_array_equal(host(module.fp8_meta["scaling_fwd"].amax_history), want)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()])
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()])
 def test_weight_is_cast_once_for_all_microbatches(device, recipe):
     """Cached micro-batches equal uncached ones with the same scales; only the first one sees a changed weight."""
     cached, plain = (make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=N) for _ in range(2))

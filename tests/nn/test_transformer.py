@@ -135,7 +135,7 @@ class Mha:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2}, {"fuse_qkv_params": True, "qkv_weight_interleaved": False}])
-@pytest.mark.parametrize("mode", ["high", "delayed", "current"])
+@pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
 def test_multihead_attention(device, mode, options):
     dtype = "float32"
     module = make(nn.MultiheadAttention, device, dtype, hidden_size=H, num_attention_heads=HEADS, attention_dropout=0.0, **options)
@@ -162,7 +162,8 @@ def warmed_at(module, mode, dtype, leading, k, n):
 
 @pytest.mark.parametrize("form", ["pre", "post_residual", "output_norm"])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize(("mode", "dtype"), [("high", "float32"), ("high", "bfloat16"), ("delayed", "float32"), ("current", "float32")])
+@pytest.mark.parametrize(("mode", "dtype"), [("high", "float32"), ("high", "bfloat16"), ("delayed", "float32"), ("current", "float32"),
+                                                ("block", "float32")])
 def test_transformer_layer(device, mode, dtype, kind, form):
     options = {"pre": {}, "post_residual": {"apply_residual_connection_post_layernorm": True}, "output_norm": {"output_layernorm": True}}
     module = make(nn.TransformerLayer, device, dtype, hidden_size=H, ffn_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.0,
