@@ -1,7 +1,7 @@
 """Kernels over many tensors at once: AdamW, SGD, loss scaling, the global gradient norm, clipping by it.
 
-Tensors of one type are listed in a table that travels by value with the launch, so that a step costs a launch for every 64 (AdamW, SGD) or 128
-tensors, and no memory.
+Tensors of one type are listed in a table that travels by value with the launch, so that a step costs a launch for every 64
+(AdamW, SGD) or 128 tensors, and no memory.
 """
 
 from __future__ import annotations

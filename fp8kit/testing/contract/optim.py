@@ -35,7 +35,9 @@ def _scalar(value: float, dtype: DType, device: Device, on_device: bool) -> Any:
 
 
 def _adamw(dtypes: tuple[DType, ...], step: int, on_device: bool = False) -> Callable[[Kernels, Device], None]:
-    """One step on tensors of these dtypes in turn, ``on_device`` with numbers that lie there and scaled gradients. 16-bit parameters have float32 masters, which are not their roundings' equals.
+    """One step on tensors of these dtypes in turn, ``on_device`` with numbers that lie there and scaled gradients.
+
+    16-bit parameters have float32 masters, which are not their roundings' equals.
 
     The quotient's error is a few u of (b1 |m| + (1 - b1) |g|) / (sqrt(v) + epsilon): m may cancel, v cannot.
     """
