@@ -200,6 +200,8 @@ class Optimizer:
         for batch in batches.values():
             device = batch.step.device
             self.update(dispatch.kernels(device), batch, arrays.current_stream(device))
+        for param, *_ in taking:
+            param.version().count += 1
 
     def _count(self, params: Sequence[Tensor], found_inf: ArrayView | None) -> None:
         """Make the states that are missing, and count the step: once for each counter. Parameters that leave behind others which
