@@ -46,7 +46,7 @@ class AutocastState(NamedTuple):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[autocast, AutocastState]] = []
+        self.stack: list[tuple[autocast | resumed, AutocastState]] = []
         self.active = 0  # depth of the outermost enabled or calibrating autocast, 0 where there is none
         self.touched: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
 
@@ -130,6 +130,21 @@ class autocast(ContextDecorator):
         finally:
             for (door, _), states in touched.items():
                 door.discard_forward(list(states.values()))
+
+
+class resumed:
+    """Context manager: what ``current()`` said when a forward pass ran, once more, for its recomputation. Updates no state at its end."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: AutocastState | None) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        _thread.stack.append((self, self.state or AutocastState(False, False, _DEFAULT, 0)))
+
+    def __exit__(self, *exc: object) -> None:
+        _thread.stack.pop()
 
 
 _DEFAULT = DelayedScaling()

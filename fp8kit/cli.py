@@ -109,7 +109,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from fp8kit import checkpoint
+    from fp8kit import serialization
     from fp8kit.models import text
     from fp8kit.models.train import fp8_recipe, high_precision, train, write_losses, write_statistics
 
@@ -122,7 +122,7 @@ def _train(options: argparse.Namespace) -> int:
     write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:
         write_statistics(out / "scales.csv", run.statistics)
-    checkpoint.save(out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
+    serialization.save(out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
     print(f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})")
     print(f"results are in {out}/")
     return 0

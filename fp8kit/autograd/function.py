@@ -47,6 +47,9 @@ class Function:
         """Call the function on Tensors and other values; returns a Tensor per output. Raises AutogradError for a missing backward."""
         tracked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
         recorded = tape.is_grad_enabled() and any(tracked)
+        unrecorded = tape.probe()
+        if unrecorded is not None:
+            unrecorded.wanted |= any(tracked)
         if recorded and cls.backward is Function.backward:
             raise AutogradError(f"{cls.__name__}: has no backward, but input {tracked.index(True)} requires a gradient")
         context = Context()

@@ -36,18 +36,21 @@ class Edge(NamedTuple):
 class Node:
     """One step of the forward pass.
 
-    ``backward(cotangents)``: one entry per output (None is zero), returns one per edge (None is zero). ``edges``: one per input,
-    None where no gradient is wanted. ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the
-    list of the distinct items of all nodes that ran. When the walk fails, ``item.discard()`` is called instead, for each of them.
+    * ``backward(cotangents)``: one entry per output (None is zero), returns one per edge (None is zero).
+    * ``edges``: one per input, None where no gradient is wanted. Or None altogether: then ``backward`` returns pairs of an edge and its
+      cotangent, because the edges are found only then (recomputation).
+    * ``hooks``: output -> functions that see the output's summed cotangent before ``backward``, and may replace it.
+    * ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the list of the distinct items of all
+      nodes that ran. When the walk fails, ``item.discard()`` is called instead, for each of them.
     """
 
-    __slots__ = ("backward", "edges", "finish", "name", "outputs", "sequence")
+    __slots__ = ("backward", "edges", "finish", "hooks", "name", "outputs", "sequence")
 
     def __init__(
         self,
         name: str,
         outputs: int,
-        edges: Sequence[Edge | None],
+        edges: Sequence[Edge | None] | None,
         backward: Callable[[list[Any]], Sequence[Any]],
         finish: tuple[Callable[[list[Any]], None], Any] | None = None,
     ) -> None:
@@ -56,6 +59,7 @@ class Node:
         self.edges = edges
         self.backward: Callable[[list[Any]], Sequence[Any]] | None = backward
         self.finish = finish
+        self.hooks: dict[int, list[Callable[[Any], Any]]] | None = None
         self.sequence = next(_SEQUENCE)
 
 
@@ -93,8 +97,11 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             if node.finish is not None:  # before the call: a node that fails half-way has something to discard too
                 function, item = node.finish
                 finishing.setdefault(function, {})[id(item)] = item
-            gradients = backward(pending.pop(node))
-            for target, gradient in zip(node.edges, gradients, strict=True):
+            cotangents = pending.pop(node)
+            for index, hooks in (node.hooks or {}).items():
+                cotangents[index] = hooked(hooks, cotangents[index])
+            gradients = backward(cotangents)
+            for target, gradient in gradients if node.edges is None else zip(node.edges, gradients, strict=True):
                 if target is not None and gradient is not None:
                     deliver(target, gradient)
             if not retain_graph:
@@ -110,8 +117,45 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
         raise
 
 
+def hooked(hooks: Sequence[Callable[[Any], Any]], cotangent: Any) -> Any:
+    """A cotangent after its hooks, in the order of their registration; None (zero) is not shown to them."""
+    for hook in tuple(hooks):
+        if cotangent is not None:
+            answer = hook(cotangent)
+            cotangent = cotangent if answer is None else answer
+    return cotangent
+
+
+class Probe:
+    """What an unrecorded forward pass would have recorded: whether anything in it ``wanted`` a gradient, and ``used``, functions that
+    raise AutogradError when a value that it used was changed in place since."""
+
+    __slots__ = ("used", "wanted")
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.used: list[Callable[[], None]] = []
+
+
+class probing:
+    """Context manager: doors tell ``probe`` (None: nobody) what they would have recorded on this thread."""
+
+    __slots__ = ("before", "probe")
+
+    def __init__(self, probe: Probe | None) -> None:
+        self.probe = probe
+
+    def __enter__(self) -> None:
+        self.before = _MODE.probe
+        _MODE.probe = self.probe
+
+    def __exit__(self, *exc: object) -> None:
+        _MODE.probe = self.before
+
+
 class _Mode(threading.local):
     enabled = True
+    probe: Probe | None = None
 
     def __init__(self) -> None:
         self.outside: list[bool] = []  # what held outside of each no_grad block; here, so that one object may be entered anywhere
@@ -123,6 +167,11 @@ _MODE = _Mode()
 def is_grad_enabled() -> bool:
     """Whether the forward pass is being recorded on this thread."""
     return _MODE.enabled
+
+
+def probe() -> Probe | None:
+    """Who wants to know what is not recorded on this thread; see ``probing``."""
+    return _MODE.probe
 
 
 class set_grad_enabled:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp8kit import arrays, checkpoint, formats
+from fp8kit import arrays, formats, serialization
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -145,6 +145,10 @@ class Module:
         without FP8 state in ``state`` loses its own, as it was when it was saved. Otherwise what is missing stays as it is. Raises
         CheckpointError that names what is missing, unexpected, or of another shape or dtype.
         """
+        self.check_state_dict(state, strict)()
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
         if not isinstance(state, Mapping):
             raise CheckpointError(expected("load_state_dict", "state", type(state).__name__, "a mapping of names to arrays"))
         own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
@@ -157,7 +161,7 @@ class Module:
                 extra.setdefault(path.removesuffix("."), {})[rest] = arrays.as_view(array)
             else:
                 plain[name] = array
-        found = checkpoint.check(own, plain, strict)
+        found = serialization.check(own, plain, strict)
         takers = []
         for path, module in modules.items():
             if strict or path in extra:
@@ -165,12 +169,18 @@ class Module:
                     takers.append(module.check_extra_state(extra.get(path, {})))
                 except CheckpointError as error:
                     raise CheckpointError(f"load: {path + '.' if path else ''}{EXTRA.removesuffix('.')}: {error}") from None
-        for name, view in found.items():
-            arrays.copy(own[name], arrays.contiguous(view))
-        for take in takers:
-            take()
-        for module in modules.values():
-            module.forget()
+
+        def take_all() -> None:
+            for name, view in found.items():
+                arrays.copy(own[name], arrays.contiguous(view))
+            for parameter in self.parameters():
+                parameter.version().count += 1
+            for take in takers:
+                take()
+            for module in modules.values():
+                module.forget()
+
+        return take_all
 
     def __repr__(self) -> str:
         inner = [f"  ({name}): " + repr(child).replace("\n", "\n  ") for name, child in self.children()]

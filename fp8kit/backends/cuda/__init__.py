@@ -26,7 +26,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention_fwd", "attention_bwd", "attention_workspace"),
     "embedding": ("embedding_fwd", "embedding_bwd"),
     "cross_entropy": ("cross_entropy_fwd", "cross_entropy_bwd"),
-    "optim": ("adamw_", "l2norm", "l2norm_workspace", "clip_"),
+    "optim": ("adamw_", "sgd_", "scale_", "loss_scale_", "count_", "l2norm", "l2norm_workspace", "clip_"),
     "elementwise": ("copy", "add", "sum_rows", "column_sum_workspace", "rng_next_"),
 }
 
