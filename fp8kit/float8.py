@@ -88,6 +88,7 @@ class Float8Tensor:
     for two devices.
     """
 
+    __array_ufunc__ = None  # NumPy leaves mixed operators to this class
     __slots__ = ("_codes", "_data", "_flipped", "_scale_inv", "format", "scale_inv", "scaling")
 
     def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
@@ -317,6 +318,8 @@ def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
 def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
     plain = isinstance(scale, int | float | np.generic | list | tuple)
     view = arrays.as_view(np.asarray(scale, np.float32) if plain else scale)
+    if plain and not (np.isfinite(view.numpy()) & (view.numpy() > 0)).all():
+        raise FormatError(expected("quantize", "scale", repr(scale), "finite positive numbers"))
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
     if view.dtype is not formats.float32:

@@ -50,7 +50,11 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     the file's header. The file appears whole or not at all: it is written beside, flushed to the disk and renamed. Raises
     CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(expected("save", "path", type(path).__name__, "a path: save(path, module)"))
     target = Path(path)
+    if not target.parent.is_dir():
+        raise CheckpointError(expected("save", "path", str(target), "a file in a folder that exists"))
     state = module if isinstance(module, Mapping) else module.state_dict()
     host = {str(name): _host(str(name), array) for name, array in state.items()}
     texts = dict(metadata or {})

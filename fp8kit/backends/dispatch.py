@@ -172,4 +172,6 @@ def deterministic(enabled: bool = True) -> Switch:
 
     Holds from now on; as ``with fk.deterministic():`` for a block. The CPU engine always is deterministic.
     """
-    return Switch(deterministic=bool(enabled))
+    if not isinstance(enabled, bool):
+        raise BackendError(expected("deterministic", "enabled", repr(enabled), "True or False"))
+    return Switch(deterministic=enabled)

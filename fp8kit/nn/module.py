@@ -46,6 +46,12 @@ class Module:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.forward(*inputs, **options)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(vars(self).get(name), Parameter) and not (value is None or isinstance(value, Parameter)):
+            wanted = "a Parameter; load_state_dict copies values into it"
+            raise FormatError(expected(type(self).__name__, name, type(value).__name__, wanted))
+        object.__setattr__(self, name, value)
+
     # --- the tree -----------------------------------------------------------------------------------------------------
 
     def children(self) -> Iterator[tuple[str, Module]]:

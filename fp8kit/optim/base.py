@@ -115,11 +115,15 @@ class Optimizer:
 
     def __init__(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], defaults: Group) -> None:
         name = type(self).__name__
+        if not isinstance(params, Iterable):
+            raise Fp8kitError(expected(name, "params", type(params).__name__, "tensors, such as model.parameters(), or dicts of them"))
         given: list[Any] = list(params)
         groups: list[Mapping[str, Any]] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.param_groups: list[Group] = []
         seen: set[int] = set()
         for group in groups:
+            if "params" not in group:
+                raise Fp8kitError(expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'))
             unknown = set(group) - {"params", *defaults}
             if unknown:
                 raise Fp8kitError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))

@@ -72,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(256) block_quantize(const T* x, u8*
   const i64 lines = by_row ? q_rows : qt_rows;                                          // rows of q or q_t
   const i64 outer = by_row ? tile_row : tile_column, inner = by_row ? tile_column : tile_row;  // along them, and along the contraction
   if (inverses != nullptr) {
-    const float inverse = __fdiv_rn(1.0f, own);
+    const bool real = square || outer * B + line < (by_row ? rows : columns);  // padding's scale is 1, whatever epsilon says
+    const float inverse = real ? __fdiv_rn(1.0f, own) : 1.0f;
     if (!square) {
       if (outer * B + line < lines) inverses[inner * lines + outer * B + line] = inverse;
     } else {

@@ -12,7 +12,8 @@ class Quantiser:
     """How the operands of one GEMM become FP8: ``scales`` None for current scaling, else {"x": .., "w": .., "g": ..} of delayed scaling.
 
     ``blocks``: block scaling instead, {"x": (tile, power_2), ..}; a tile lies in the orientation in which the operand is multiplied.
-    ``narrow``: FP8 tensor cores add up in 14 bits (Hopper), so each instruction of 32 products may lose 2**-13 of the terms' magnitudes.
+    ``narrow``: FP8 tensor cores add up in 14 bits (Hopper). Each instruction of 32 products cuts twice, aligning the products with the
+    largest of them and their sum with the accumulator, and may lose 2**-13 of the terms' magnitudes each time.
     """
 
     def __init__(self, scales=None, g_format=formats.E5M2, narrow=False, blocks=None):
@@ -32,7 +33,7 @@ class Quantiser:
     def times(self, a, b):
         """The FP8 product a @ b."""
         product = a @ b
-        lost = -(-a.v.shape[-1] // 32) * 2.0**-13 if self.narrow else 0.0
+        lost = -(-a.v.shape[-1] // 32) * 2 * 2.0**-13 if self.narrow else 0.0
         return R(product.v, product.e + lost * (np.abs(a.v) @ np.abs(b.v)))
 
 

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import fp8kit as fk
 from fp8kit import arrays, nn, serialization
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
-from fp8kit.errors import CheckpointError, Fp8kitError
+from fp8kit.errors import CheckpointError, FormatError, Fp8kitError
 from fp8kit.optim import AdamW
 from fp8kit.recipe import DelayedScaling
 from tests.nn.products import f64
@@ -284,3 +285,22 @@ def test_unsavable_things_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="mapping"):
         nn.Linear(2, 2, device="cpu").load_state_dict([1])
     assert os.listdir(tmp_path) == []
+
+
+def test_mistakes_of_a_first_hour_are_named() -> None:
+    layer = fk.nn.Linear(4, 4, device="cpu")
+    with pytest.raises(FormatError, match=r"Linear: weight: got ndarray, expected a Parameter"):
+        layer.weight = np.zeros((4, 4), np.float32)
+    with pytest.raises(fk.Fp8kitError, match=r"AdamW: params: got Linear"):
+        fk.optim.AdamW(layer)
+    with pytest.raises(fk.Fp8kitError, match=r'AdamW: param_groups: .*"params" entry'):
+        fk.optim.AdamW([{"lr": 1.0}])
+    with pytest.raises(fk.CheckpointError, match=r"save: path: .*a folder that exists"):
+        fk.save("nowhere/at/all.safetensors", layer)
+    with pytest.raises(fk.CheckpointError, match=r"save\(path, module\)"):
+        fk.save(layer, "swapped.safetensors")
+    with pytest.raises(fk.BackendError, match=r"deterministic: enabled: got 'x'"):
+        fk.deterministic("x")
+    for scale in (0.0, float("nan"), -1.0):
+        with pytest.raises(FormatError, match=r"quantize: scale: .*finite positive"):
+            fk.quantize(np.ones((2, 2), np.float32), fk.E4M3, scale=scale)
