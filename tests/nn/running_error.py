@@ -200,8 +200,9 @@ def activation(x, kind):
 def assert_within(what, got, r, most=2.0**-4):
     """Fail with the first coordinate where the computed value leaves its bound.
 
-    Where the worst case of a deep chain is large and says little, the 2-norm of the error must also stay below ``most`` of the values' own,
-    2**-4: below what rounding to E5M2 costs (step 2**-2 relative, step / sqrt(12) in the mean), so that a missing or doubled cast would show.
+    Where the worst case of a deep chain is large and says little, the 2-norm of the error must also stay below ``most`` of the values'
+    own, 2**-4: below what rounding to E5M2 costs (step 2**-2 relative, step / sqrt(12) in the mean), so that a missing or doubled cast
+    would show.
     """
     g = np.asarray(got).astype(np.float64)
     assert g.shape == r.v.shape, f"{what}: shape {g.shape}, expected {r.v.shape}"
