@@ -352,11 +352,12 @@ class Kernels(Protocol):
         """o = dropout(softmax(scores)) v over the scores that a row sees. q: h (s_q, b, h, d) for sbhd, (b, s_q, h, d) for bshd; k with
         s_kv and h_kv heads (h_kv divides h); v as k and o as q, but with d_v features; all may be strided, last stride 1.
 
-        With n_q, n_kv a batch's true lengths (s_q, s_kv without cu_seqlens), row i stands at i' = i + n_kv - n_q where ``bottom_right``,
-        else at i' = i. It sees column j iff i < n_q and j < n_kv, and j >= i' - left where left >= 0, and j <= i' + right where
-        right >= 0, and the mask is 0 there. Score (Press et al., ALiBi, 2022): scale * q k^T; scale * (q k^T + bias);
-        scale * q k^T + bias; or scale * q k^T - slope * |i' - j|. Softmax types "off-by-one" (Miller 2023) and "learnable" (Xiao et al.
-        2023, attention sinks) add one more score, 0 or softmax_offset[h], to every row i < n_q: it takes weight and gives nothing to o.
+        With n_q, n_kv a batch's true lengths (at most s_q, s_kv; these without cu_seqlens), row i stands at i' = i + n_kv - n_q where
+        ``bottom_right``, else at i' = i. It sees column j iff i < n_q and j < n_kv, and j >= i' - left where left >= 0, and
+        j <= i' + right where right >= 0, and the mask is 0 there. Score (Press et al., ALiBi, 2022): scale * q k^T;
+        scale * (q k^T + bias); scale * q k^T + bias; or scale * q k^T - slope * |i' - j|. Softmax types "off-by-one" (Miller 2023) and
+        "learnable" (Xiao et al. 2023, attention sinks) add one more score, 0 or softmax_offset[h], to every row i < n_q: it takes weight
+        and gives nothing to o.
 
         lse: float32 (b, h, s_q), the row's log-sum-exp, that further score included; -Inf for a row that sees nothing (vanilla) or lies
         beyond n_q. o of a row that sees nothing is 0. P's element index for dropout is ((b * heads + h) * s_q + i) * s_kv + j."""
@@ -394,7 +395,8 @@ class Kernels(Protocol):
         where nothing lies between the sequences)."""
 
     def pack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
-        """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence. x: h (b, s, n); y: h (t, n)."""
+        """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence, NaN in rows of a sequence beyond its first s.
+        x: h (b, s, n); y: h (t, n)."""
 
     def rope_fwd(
         self,

@@ -31,7 +31,7 @@ struct Row {
   float sink;
 };
 
-DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) { return cu == nullptr ? whole : cu[batch + 1] - cu[batch]; }
+DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) { return cu == nullptr ? whole : min64(whole, cu[batch + 1] - cu[batch]); }
 
 DEVICE Row make_row(const Rules& rules, i64 batch, i64 head, i64 i) {
   Row row;

@@ -5,6 +5,10 @@
 
 #include "sequences.cuh"
 
+// A word of set bits: NaN in every float format.
+template <typename X> DEVICE X ones(X) { return (X)~(X)0; }
+DEVICE uint4 ones(uint4) { return make_uint4(~0u, ~0u, ~0u, ~0u); }
+
 // The grid is (s, b).
 extern "C" __global__ void unpack_sequences(const W* x, W* y, const i32* lengths, const i32* starts, i64 words) {
   const i64 i = blockIdx.x, batch = blockIdx.y;
@@ -14,10 +18,10 @@ extern "C" __global__ void unpack_sequences(const W* x, W* y, const i32* lengths
   for (i64 n = threadIdx.x; n < words; n += blockDim.x) to[n] = there ? from[n] : W{};
 }
 
-// The grid is (t).
+// The grid is (t). Rows that have no place in the batch become NaN.
 extern "C" __global__ void pack_sequences(const W* x, W* y, const i32* lengths, const i32* starts, i64 batches, i64 longest, i64 words) {
   const i64 token = blockIdx.x, batch = sequence_of(starts, batches, token), i = token - starts[batch];
-  const bool there = i < lengths[batch + 1] - lengths[batch];
+  const bool there = i < lengths[batch + 1] - lengths[batch], lost = there && i >= longest;
   const W* from = x + (batch * longest + i) * words;
-  for (i64 n = threadIdx.x; n < words; n += blockDim.x) y[token * words + n] = there ? from[n] : W{};
+  for (i64 n = threadIdx.x; n < words; n += blockDim.x) y[token * words + n] = lost ? ones(W{}) : there ? from[n] : W{};
 }

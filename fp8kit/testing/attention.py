@@ -80,7 +80,8 @@ class Oracle:
     """Results in float64 and the error bounds of a case. All arrays (b, h, s, d); ``keep``: dropout's factors over the scores.
 
     ``o``, ``lse``, ``grads`` (dq, dk, dv, dbias, doffset) and ``slacks`` beside them. Backward is the gradient for ``o_given`` and
-    ``lse_given``, the rounded results that a kernel is handed. ``exact``: the engine keeps P and dS in float32.
+    ``lse_given``, the rounded results that a kernel is handed; ``forward_slack`` is for one that takes its own forward's. ``exact``: the
+    engine keeps P and dS in float32.
     """
 
     def __init__(self, dtype: DType, sizes: Sizes, rules: Rules, exact: bool, q: Array, k: Array, v: Array, do: Array,
@@ -131,6 +132,8 @@ class Oracle:
             return np.asarray(x.reshape(z.b, z.h_kv, group, *x.shape[2:]).sum(2))
 
         turned, turned_size, kept = ds.swapaxes(-1, -2), size.swapaxes(-1, -2), (p * factors).swapaxes(-1, -2)
+        self.sizes: dict[str, Array] = {}
+        self.rounding = 0.0 if dtype is float32 else epsilon(dtype)
         self.grads = {"dq": scale * ds @ k, "dk": over_group(scale * turned @ q), "dv": over_group(kept @ do)}
         self.slacks = {"dq": relative * scale * size @ np.abs(k), "dk": over_group(relative * scale * turned_size @ np.abs(q)),
                        "dv": over_group(relative * kept @ np.abs(do))}
@@ -141,10 +144,17 @@ class Oracle:
             self.grads["dbias"] = factor * ds.sum(axes, keepdims=True)
             # dS itself is not rounded on its way to dbias, on any engine
             precise = 2 * self.score_error + (z.s_kv + 3 * z.d + 24 + terms) * ROUNDOFF
-            self.slacks["dbias"] = factor * precise * size.sum(axes, keepdims=True)
+            self.sizes["dbias"] = factor * size.sum(axes, keepdims=True)
+            self.slacks["dbias"] = precise * self.sizes["dbias"]
         if offset is not None:
             with np.errstate(invalid="ignore"):
                 weight = np.where(self.rows, np.exp(sink[..., 0] - finite[..., 0]), 0)
             self.grads["doffset"] = -(weight * delta[..., 0]).sum((0, 2))
             precise = 2 * self.score_error + (z.b * z.s_q + z.d + 24) * ROUNDOFF
-            self.slacks["doffset"] = precise * (weight * delta_size[..., 0]).sum((0, 2))
+            self.sizes["doffset"] = (weight * delta_size[..., 0]).sum((0, 2))
+            self.slacks["doffset"] = precise * self.sizes["doffset"]
+
+    def forward_slack(self, name: str) -> Array:
+        """The slack of a gradient whose backward took the o and the log-sum-exp that its own forward made: doubled for their errors, and an
+        epsilon of the terms for an o that was rounded the other way, where the slack does not hold one yet."""
+        return np.asarray(2 * self.slacks[name] + self.rounding * self.sizes.get(name, 0.0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from fp8kit.arrays import ArrayView
 
 
@@ -12,15 +14,17 @@ def unpack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: Arr
     source, target = x.numpy(), y.numpy()
     target[...] = 0
     for batch, start, length in _sequences(lengths, starts):
-        target[batch, :length] = source[start : start + length]
+        kept = min(length, target.shape[1])
+        target[batch, :kept] = source[start : start + kept]
 
 
 def pack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
     """``y[starts[b] + i] = x[b, i]``, 0 in rows of no sequence; see ``protocol.Kernels.pack_sequences``."""
-    source, target = x.numpy(), y.numpy()
+    source, target, longest = x.numpy(), y.numpy(), x.shape[1]
     target[...] = 0
     for batch, start, length in _sequences(lengths, starts):
-        target[start : start + length] = source[batch, :length]
+        target[start : start + length] = np.nan
+        target[start : start + min(length, longest)] = source[batch, :length]
 
 
 def _sequences(lengths: ArrayView, starts: ArrayView) -> Iterator[tuple[int, int, int]]:

@@ -19,6 +19,7 @@ _SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, int]] = {
     "empty-sequences": ((0, 4, 0, 9, 0), (0, 0, 0, 0, 0), 0, 12, 7),
     "gaps": ((5, 1, 8), (3, 15, 0), 6, 8, 33),
     "one": ((40,), (0,), 0, 64, 512),
+    "too-long": ((5, 9, 3), (0, 1, 0), 2, 6, 8),
     "nothing": ((0, 0), (0, 2), 3, 4, 16),
 }
 
@@ -37,15 +38,19 @@ def _case(dtype: DType, name: str, way: str) -> Callable[[Kernels, Device], None
         if way == "unpack_sequences":
             want = np.zeros_like(batch)
             for b, n in enumerate(lengths):
-                want[b, :n] = tokens[starts[b] : starts[b] + n]
+                want[b, :n] = tokens[starts[b] : starts[b] + min(n, longest)]
             source, out = put(tokens, device), poisoned(batch.shape, dtype, device)
         else:
             want = np.zeros_like(tokens)
             for b, n in enumerate(lengths):
-                want[starts[b] : starts[b] + n] = batch[b, :n]
+                want[starts[b] : starts[b] + n] = np.nan
+                want[starts[b] : starts[b] + min(n, longest)] = batch[b, :n]
             source, out = put(batch, device), poisoned(tokens.shape, dtype, device)
         getattr(kernels, way)(source, out, places[0], places[-1], 0)
-        assert_same_bits(way, get(out), want)
+        found = get(out)
+        lost = np.isnan(want)
+        assert np.isnan(found[lost]).all(), f"{way}: rows that have no place are no NaN"
+        assert_same_bits(way, np.where(lost, want, found), want)
 
     return run
 
