@@ -6,8 +6,11 @@
 #include "sequences.cuh"
 
 // A word of set bits: NaN in every float format.
-template <typename X> DEVICE X ones(X) { return (X)~(X)0; }
-DEVICE uint4 ones(uint4) { return make_uint4(~0u, ~0u, ~0u, ~0u); }
+DEVICE W ones() {
+  W word;
+  memset(&word, 0xFF, sizeof(W));
+  return word;
+}
 
 // The grid is (s, b).
 extern "C" __global__ void unpack_sequences(const W* x, W* y, const i32* lengths, const i32* starts, i64 words) {
@@ -23,5 +26,5 @@ extern "C" __global__ void pack_sequences(const W* x, W* y, const i32* lengths, 
   const i64 token = blockIdx.x, batch = sequence_of(starts, batches, token), i = token - starts[batch];
   const bool there = i < lengths[batch + 1] - lengths[batch], lost = there && i >= longest;
   const W* from = x + (batch * longest + i) * words;
-  for (i64 n = threadIdx.x; n < words; n += blockDim.x) y[token * words + n] = lost ? ones(W{}) : there ? from[n] : W{};
+  for (i64 n = threadIdx.x; n < words; n += blockDim.x) y[token * words + n] = lost ? ones() : there ? from[n] : W{};
 }

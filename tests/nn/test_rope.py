@@ -72,7 +72,7 @@ def test_a_module_says_the_same_for_any_offset_and_stretches_positions():
 def test_scores_depend_on_distances_only():
     """What it is for (Su et al. 2021, section 3.2.2): turned queries and keys multiply to a function of the distance."""
     freqs = nn.RotaryPositionEmbedding(D, device="cpu")(64)
-    q, k = np.broadcast_to(draw(1, (1, 1, 1, D), "float32"), (64, 1, 1, D)), np.broadcast_to(draw(2, (1, 1, 1, D), "float32"), (64, 1, 1, D))
+    q, k = (np.broadcast_to(draw(seed, (1, 1, 1, D), "float32"), (64, 1, 1, D)) for seed in (1, 2))
     a, b = (f64(nn.apply_rotary_pos_emb(np.ascontiguousarray(x), freqs))[:, 0, 0] for x in (q, k))
     scores = a @ b.T
     for distance in (0, 3, 17):
