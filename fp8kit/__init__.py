@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from fp8kit.arrays import ArrayView, Device, synchronize
     from fp8kit.autograd import Function, Tensor, no_grad, tensor
     from fp8kit.backends.dispatch import deterministic, use_backend
-    from fp8kit.checkpoint import load, save
     from fp8kit.errors import AutogradError, BackendError, CheckpointError, FormatError, Fp8kitError, RecipeError, ShapeError
     from fp8kit.float8 import Float8Tensor, quantize
     from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format, bfloat16, float16, float32, int32, int64, uint8
     from fp8kit.nn.random import manual_seed
+    from fp8kit.nn.recompute import checkpoint
+    from fp8kit.serialization import load, save
 
 # public name -> module that holds it ("" for a submodule of that name)
 _PUBLIC = {
@@ -41,8 +42,8 @@ _PUBLIC = {
     "tensor": "autograd",
     "deterministic": "backends.dispatch",
     "use_backend": "backends.dispatch",
-    "load": "checkpoint",
-    "save": "checkpoint",
+    "load": "serialization",
+    "save": "serialization",
     "Fp8kitError": "errors",
     "ShapeError": "errors",
     "FormatError": "errors",
@@ -65,6 +66,7 @@ _PUBLIC = {
     "int64": "formats",
     "uint8": "formats",
     "manual_seed": "nn.random",
+    "checkpoint": "nn.recompute",
 }
 
 __all__ = sorted([*_PUBLIC, "__version__", "autocast"])

@@ -150,6 +150,20 @@ class ArrayView:
                 return own
         return dlpack.array_at(self.ptr, self.shape, self.strides, self.dtype.numpy, self.owner)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if self.device.kind != "cpu":
+            raise FormatError(expected("__array__", "array", f"device {self.device}", "the CPU; .numpy() copies from a GPU"))
+        own = self.numpy()
+        return np.array(own, dtype) if copy else np.asarray(own, dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ArrayView:
+        own = empty(self.shape, self.dtype, self.device)
+        copy(own, contiguous(self))
+        return own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("ArrayView cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()")
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return dlpack.device_code(self.device.kind), self.device.index
 
@@ -347,9 +361,9 @@ def as_view(array: Any) -> ArrayView:
     if isinstance(array, np.ndarray | np.generic):
         array = np.asarray(array)
         kind = formats.dtype(array.dtype)
-        if not array.dtype.isnative or any(s % kind.itemsize for s in array.strides):
+        if any(s % kind.itemsize for s in array.strides):
             got = f"dtype {array.dtype.str}, strides {array.strides}"
-            raise FormatError(expected("as_view", "array", got, "native byte order, whole-element strides"))
+            raise FormatError(expected("as_view", "array", got, "strides of whole elements"))
         strides = None if array.flags.c_contiguous else tuple(s // kind.itemsize for s in array.strides)
         return ArrayView(array.ctypes.data, array.shape, kind, CPU, array, strides)
     if type(array).__module__.partition(".")[0] == "cupy":

@@ -2,7 +2,7 @@
 
 Doors ask ``current()`` in every layer, and ``touch_forward`` each state whose amaxes they recorded. When the outermost active autocast of
 the thread ends, every touched state is handed back once, grouped by recipe, to its class's ``commit_forward``; when it ends by an
-exception, to ``discard_forward`` instead, so that a step that never finished leaves no trace in the history.
+exception, or an update raises, to ``discard_forward`` instead, so that a step that never finished leaves no trace in the history.
 
 The stack is ``threading.local``: an autocast never leaks into another thread (torch.compile can read it there, a ContextVar not).
 """
@@ -46,7 +46,7 @@ class AutocastState(NamedTuple):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[autocast, AutocastState]] = []
+        self.stack: list[tuple[autocast | resumed, AutocastState]] = []
         self.active = 0  # depth of the outermost enabled or calibrating autocast, 0 where there is none
         self.touched: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
 
@@ -122,11 +122,29 @@ class autocast(ContextDecorator):
             return
         thread.active = 0
         touched, thread.touched = thread.touched, {}
-        for (door, recipe), states in touched.items():
-            if kind is None:
-                door.commit_forward(recipe, list(states.values()))
-            else:
+        try:
+            while touched and kind is None:
+                door, recipe = key = next(iter(touched))
+                door.commit_forward(recipe, list(touched[key].values()))
+                del touched[key]
+        finally:
+            for (door, _), states in touched.items():
                 door.discard_forward(list(states.values()))
+
+
+class resumed:
+    """Context manager: what ``current()`` said when a forward pass ran, once more, for its recomputation. Updates no state at its end."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: AutocastState | None) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        _thread.stack.append((self, self.state or AutocastState(False, False, _DEFAULT, 0)))
+
+    def __exit__(self, *exc: object) -> None:
+        _thread.stack.pop()
 
 
 _DEFAULT = DelayedScaling()

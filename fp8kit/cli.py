@@ -13,20 +13,27 @@ import fp8kit
 from fp8kit import arrays, formats, settings
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import BackendError, Fp8kitError, expected
 from fp8kit.models.presets import PRESETS, preset
 
 FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line ``arguments``, None: the process's own. Returns the exit status: 0, or 1 with the reason on standard error."""
+    """Run the command line ``arguments``, None: the process's own.
+
+    Returns the exit status: 0, 1 with the reason on standard error, or 130 after Ctrl-C. Wrong usage exits with 2.
+    """
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except Fp8kitError as error:
         print(f"fp8kit {options.command}: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print(f"\nfp8kit {options.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,80 +41,98 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp8kit {fp8kit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    info = commands.add_parser("info", help="devices, versions, and what runs or is missing")
+    def command(name: str, what: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=epilog)
+
+    info = command("info", "devices, versions, and what runs or is missing")
     info.set_defaults(run=_info)
 
-    demo = commands.add_parser("demo", help="train a small GPT in high precision and in FP8, and compare")
+    sizes = "; ".join(f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, {size.steps} steps"
+                      for size in PRESETS.values())
+    demo = command("demo", "train a small GPT in high precision and in FP8, and compare", f"Sizes: {sizes}.")
     demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the results (%(default)s)")
     demo.set_defaults(run=_demo)
 
-    train = commands.add_parser("train", help="train one GPT and save it")
+    train = command("train", "train one GPT and save it", f"Sizes: {sizes}.")
     train.add_argument("--preset", choices=PRESETS, required=True, help="size")
     train.add_argument("--precision", choices=("high", "fp8"), default="fp8",
                        help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)")
     train.add_argument("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder of the results (%(default)s)")
     train.set_defaults(run=_train)
 
-    for command in (demo, train):
-        command.add_argument("--steps", type=_positive, metavar="N", help="optimiser steps (the preset's)")
-        command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
-        command.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    for trains in (demo, train):
+        trains.add_argument("--steps", type=_positive, metavar="N", help="optimiser steps (the preset's)")
+        trains.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
+        trains.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (%(default)s)")
 
-    bench = commands.add_parser("bench", help="time casts and training steps; on a GPU also layers and GEMMs")
+    bench = command("bench", "time casts and training steps; on a GPU also layers and GEMMs")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers and versions to FILE")
     bench.set_defaults(run=_bench)
     return parser
 
 
 def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
+    if not value.isdecimal() or int(value) < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return number
+    return int(value)
 
 
 def _device(options: argparse.Namespace) -> Device:
     """The device that was asked for, or the default one. BackendError where it is not usable."""
-    return dispatch.default_device() if options.device is None else arrays.device(options.device)
+    device = dispatch.default_device() if options.device is None else arrays.device(options.device)
+    usable = arrays.provider(device).count()
+    if device.index >= usable:
+        raise BackendError(f"device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
+    return device
+
+
+def _folder(path: Path) -> Path:
+    """``path`` as a folder that exists, made before the work whose results go there. Fp8kitError where that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Fp8kitError(expected("results", "folder", path, f"a folder that can be made ({error.strerror})")) from None
+    return path
 
 
 def _demo(options: argparse.Namespace) -> int:
     from fp8kit.models.demo import run_demo
 
-    device = _device(options)
+    device, out = _device(options), _folder(options.out)
     size = preset(options.preset or ("demo-cpu" if device.kind == "cpu" else "demo-gpu"))
-    verdict = run_demo(size, options.out, device, options.steps, options.seed)
-    print(f"\nresults are in {options.out}/")
+    verdict = run_demo(size, out, device, options.steps, options.seed)
+    print(f"\nresults are in {out}/")
     for failure in verdict.failures:
         print(f"fp8kit demo: FAILED: {failure}", file=sys.stderr)
     return FAILED if verdict.failures else 0
 
 
 def _train(options: argparse.Namespace) -> int:
-    from fp8kit import checkpoint
+    from fp8kit import serialization
     from fp8kit.models import text
     from fp8kit.models.train import fp8_recipe, high_precision, train, write_losses, write_statistics
 
-    device, size = _device(options), preset(options.preset)
+    device, out, size = _device(options), _folder(options.out), preset(options.preset)
     if options.steps is not None:
         size = size.with_steps(options.steps)
     recipe = fp8_recipe(size) if options.precision == "fp8" else None
     corpus = text.standard_library()
     run = train(size, corpus, recipe, "FP8" if recipe else high_precision(device).name, device, options.seed)
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_losses(options.out / "loss.csv", {run.label: run.losses})
+    write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:
-        write_statistics(options.out / "scales.csv", run.statistics)
-    checkpoint.save(options.out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
+        write_statistics(out / "scales.csv", run.statistics)
+    serialization.save(out / "model.safetensors", run.model, {"preset": size.name, "precision": run.label})
     print(f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})")
-    print(f"results are in {options.out}/")
+    print(f"results are in {out}/")
     return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
     from fp8kit import bench
 
+    if options.json is not None:
+        _folder(options.json.parent)
     results = bench.run(dispatch.default_device())
     print(bench.table(results))
     if options.json is not None:

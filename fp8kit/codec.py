@@ -57,8 +57,8 @@ def decode(codes: Any, fmt: Format) -> Array:
 def encode(values: Any, fmt: Format, rounding: Rounding = "nearest", saturate: bool = True, words: Any = None) -> Array:
     """The codes of ``values``, float64 or narrower of any shape, as uint8 of the same shape.
 
-    * "nearest": to the nearer neighbour, ties to the even code (also in
-      formats without a mantissa, where IEEE 754 has no even neighbour). "stochastic": away from zero where ``words`` (uint32, of the same
+    * "nearest": to the nearer neighbour, ties to the even code (also in formats without a mantissa, where IEEE 754 has no even
+      neighbour). "stochastic": away from zero where ``words`` (uint32, of the same
       shape) is less than ``fraction * 2**32``, fraction being the value's place between its two neighbours; computed exactly.
     * What overflows after rounding, and Inf: with ``saturate`` the largest finite value, else Inf, or NaN where the format has no Inf.
     * NaN: ``fmt.nan_code``, always positive; the largest value where the format has no NaN. The sign of -0.0 is kept.

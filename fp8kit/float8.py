@@ -6,6 +6,7 @@ scale of a tensor; DeepSeek-V3 technical report, 2024, 3.3.2, for 1x128 and 128x
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
+from fp8kit.backends.dispatch import CannotTake, block_shapes
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import E4M3, E5M2, Format
 
@@ -26,9 +28,7 @@ _TILES: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "block_128x128": lambda rows, columns: (128, 128),
     "mx_1x32": lambda rows, columns: (1, 32),
 }
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-# what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
-_BLOCK_MAX = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
+_FLOAT32_MAX = formats.float32.max
 
 
 def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "tensor", rounding: str = "nearest",
@@ -65,7 +65,8 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
         values = rows if view.dtype is not formats.float64 else _narrowed(rows)
         kernels.amax(values, amax, tile, stream)
         blocks = scaling not in ("tensor", "row")
-        for_inf = _BLOCK_MAX.get(view.dtype.name, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
+        # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
+        for_inf = min(view.dtype.max, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
         kernels.scale_from_amax(amax, factors, scale_inv, format.max, blocks, 0.0, for_inf, stream)
     else:
         factors = _scale(scale, grid, where)
@@ -83,9 +84,11 @@ class Float8Tensor:
     * ``format``, ``scaling``: see ``quantize``.
 
     Nothing is copied. Comparison is by identity; compare ``data`` and ``scale_inv`` or dequantised values. Raises FormatError for data that
-    are no codes of ``format``, ShapeError for a ``scale_inv`` of the wrong size.
+    are no codes of ``format`` and a ``scale_inv`` that is not float32, ShapeError for a ``scale_inv`` of the wrong size, for strides, and
+    for two devices.
     """
 
+    __array_ufunc__ = None  # NumPy leaves mixed operators to this class
     __slots__ = ("_codes", "_data", "_flipped", "_scale_inv", "format", "scale_inv", "scaling")
 
     def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
@@ -101,11 +104,13 @@ class Float8Tensor:
         self.format = format
         self.scaling = scaling
         grid = _tiling(scaling, self._codes.rows().shape)[1]
-        self._scale_inv = arrays.as_view(scale_inv)
+        self._scale_inv = inverse = arrays.as_view(scale_inv)
         self.scale_inv = scale_inv
-        if self._scale_inv.dtype is not formats.float32 or self._scale_inv.size != math.prod(grid):
-            got = f"{self._scale_inv.dtype.name} {self._scale_inv.shape}"
-            raise ShapeError(expected("Float8Tensor", "scale_inv", got, f"float32 {grid} for scaling {scaling!r}"))
+        if inverse.dtype is not formats.float32:
+            raise FormatError(expected("Float8Tensor", "scale_inv", inverse.dtype.name, "float32"))
+        if inverse.size != math.prod(grid) or not inverse.contiguous or inverse.device != codes.device:
+            got = f"{inverse.shape}, strides {inverse.strides}, on {inverse.device}"
+            raise ShapeError(expected("Float8Tensor", "scale_inv", got, f"{grid} for {scaling!r}, C-contiguous, on {codes.device}"))
 
     @property
     def shape(self) -> Shape:
@@ -146,12 +151,7 @@ class Float8Tensor:
         kind = formats.dtype(dtype)
         if kind not in formats.HIGH_PRECISION:
             raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
-        rows = self._codes.rows()
-        out = arrays.empty(self._codes.shape, kind, self.device)
-        dispatch.kernels(self.device).dequantize(
-            rows, out.reshape(*rows.shape), self._scale_inv, self.format, _tiling(self.scaling, rows.shape)[0],
-            arrays.current_stream(self.device),
-        )
+        out = self._wide(kind)
         return arrays.to_library(out.transpose(1, 0) if self._flipped else out, self._data)
 
     def matmul(self, other: Float8Tensor, dtype: Any = None, fast_accumulate: bool = False) -> Any:
@@ -159,20 +159,23 @@ class Float8Tensor:
 
         Tensor cores want both operands' rows along K, so ``a @ b.T`` takes the memory as it is, any other orientation costs a copy;
         so do sizes that are no multiples of 16. ``dtype``: float32, bfloat16 or float16; by default float32 on the CPU, bfloat16
-        elsewhere. ``fast_accumulate``: let the tensor cores accumulate in their own width.
+        elsewhere. ``fast_accumulate``: let the tensor cores accumulate in their own width (with scales of tensors or rows).
 
-        Raises FormatError for formats other than E4M3 and E5M2, for E5M2 times E5M2, for block scalings, and for one operand
-        scaled by rows and one not, or along K; ShapeError where the inner sizes differ.
+        Scales of blocks: the block-scaled product (``block_gemm``) where the blocks of both run along K, not both are 128x128 and the
+        device has it; else a product of the dequantised float32 operands, as exact, but with float32's speed and memory.
+
+        Raises FormatError for formats other than E4M3 and E5M2, for E5M2 times E5M2, and for one operand scaled by rows and one by the
+        tensor, or along K; ShapeError where the inner sizes differ.
         """
         if other.ndim != 2 or self.ndim < 1 or self.shape[-1] != other.shape[0]:
             raise ShapeError(expected("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)"))
         pair = (self.format, other.format)
         if any(f not in (E4M3, E5M2) for f in pair) or pair == (E5M2, E5M2):
             raise FormatError(expected("matmul", "formats", f"{self.format} @ {other.format}", "E4M3 and E5M2, not both E5M2"))
-        if self.scaling != other.scaling or self.scaling not in ("tensor", "row"):
-            got = f"{self.scaling!r} @ {other.scaling!r}"
-            raise FormatError(expected("matmul", "scaling", got, '"tensor" or "row" for both; dequantize for the others'))
-        if self.scaling == "row" and (self._flipped or not other._flipped):
+        blocks = any(t.scaling not in ("tensor", "row") for t in (self, other))
+        if self.scaling != other.scaling and not blocks:
+            raise FormatError(expected("matmul", "scaling", f"{self.scaling!r} @ {other.scaling!r}", "the same for both, or blocks"))
+        if self.scaling == "row" and not blocks and (self._flipped or not other._flipped):
             raise FormatError(expected("matmul", "scaling", '"row" along the contraction', "a @ b.T with a and b scaled by rows"))
         if self.device != other.device:
             raise FormatError(expected("matmul", "other", other.device, f"an array on {self.device}"))
@@ -184,7 +187,11 @@ class Float8Tensor:
         a = self._view() if self._flipped else self._codes.rows()
         b = other._view().transpose(1, 0)
         out = arrays.empty((*self.shape[:-1], other.shape[1]), kind, where)
-        if out.size and self.shape[-1]:
+        if not (out.size and self.shape[-1]):
+            arrays.zero_(out)
+        elif blocks:
+            _block_product(self, other, out.rows(), kernels, stream)
+        else:
             a16, b16 = _padded(a, kernels, stream), _padded(b, kernels, stream)
             scale_a, scale_b = (
                 s if self.scaling == "tensor" else _padded_scales(s, p.shape[0], kernels, stream)
@@ -193,8 +200,6 @@ class Float8Tensor:
             rows = out.rows()
             room = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
             kernels.fp8_gemm(a16, b16, rows, self.format, other.format, scale_a, scale_b, None, False, fast_accumulate, room, stream)
-        else:
-            arrays.zero_(out)
         return arrays.to_library(out, self._data)
 
     def __matmul__(self, other: object) -> Any:
@@ -248,8 +253,26 @@ class Float8Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._codes.__dlpack_device__()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
+        """The same codes and scales in memory of their own."""
+        copied = self._like(_copied(self._codes), _copied(self._scale_inv))
+        copied._flipped = self._flipped
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("Float8Tensor cannot be pickled: it is memory by address; keep data and scale_inv with fk.save")
+
     def __repr__(self) -> str:
         return f"Float8Tensor({self.shape}, {self.format}, scaling={self.scaling!r}, {self.device})"
+
+    def _wide(self, kind: formats.DType) -> ArrayView:
+        """The values as they lie in memory, not transposed."""
+        rows = self._codes.rows()
+        out = arrays.empty(self._codes.shape, kind, self.device)
+        tile = _tiling(self.scaling, rows.shape)[0]
+        kernels = dispatch.kernels(self.device)
+        kernels.dequantize(rows, out.reshape(*rows.shape), self._scale_inv, self.format, tile, arrays.current_stream(self.device))
+        return out
 
     def _view(self) -> ArrayView:
         return self._codes.transpose(1, 0) if self._flipped else self._codes
@@ -262,6 +285,12 @@ class Float8Tensor:
         made.scale_inv = self.scale_inv if scale_inv is self._scale_inv else arrays.to_library(scale_inv, self.scale_inv)
         made.format, made.scaling = self.format, self.scaling
         return made
+
+
+def _copied(view: ArrayView) -> ArrayView:
+    own = arrays.empty(view.shape, view.dtype, view.device)
+    arrays.copy(own, view)
+    return own
 
 
 def _tiling(scaling: str, shape: Shape) -> tuple[tuple[int, int], Shape]:
@@ -289,26 +318,27 @@ def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
 def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
     plain = isinstance(scale, int | float | np.generic | list | tuple)
     view = arrays.as_view(np.asarray(scale, np.float32) if plain else scale)
+    if plain and not (np.isfinite(view.numpy()) & (view.numpy() > 0)).all():
+        raise FormatError(expected("quantize", "scale", repr(scale), "finite positive numbers"))
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
-    if view.dtype is not formats.float32 or not fits:
-        raise ShapeError(expected("quantize", "scale", f"{view.dtype.name} {view.shape}", f"float32 {grid}"))
+    if view.dtype is not formats.float32:
+        raise FormatError(expected("quantize", "scale", view.dtype.name, "float32"))
+    if not fits:
+        raise ShapeError(expected("quantize", "scale", f"shape {view.shape}", f"shape {grid}"))
     return arrays.to(arrays.contiguous(view), where).reshape(*grid)
 
 
 def _narrowed(rows: ArrayView) -> ArrayView:
-    """float64 as float32, by the array's own library."""
-    return arrays.as_view(arrays.provider(rows.device).native(rows).astype(np.float32))
+    """float64 as float32, by the array's own library; what overflows becomes Inf."""
+    with np.errstate(over="ignore"):
+        return arrays.as_view(arrays.provider(rows.device).native(rows).astype(np.float32))
 
 
 def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:
     """A matrix of codes, C-contiguous, with both sizes multiples of 16: itself, or a copy with zero codes around."""
-    sizes = tuple(-(-n // 16) * 16 for n in codes.shape)
-    if sizes == codes.shape and codes.contiguous:
-        return codes
-    room = arrays.zeros(sizes, formats.uint8, codes.device)
-    kernels.copy(codes, room.slice(0, 0, codes.shape[0]).slice(1, 0, codes.shape[1]), stream)
-    return room
+    rows, columns = (-(-n // 16) * 16 for n in codes.shape)
+    return _within(codes, (rows, columns), kernels, stream)
 
 
 def _padded_scales(scales: ArrayView, rows: int, kernels: Any, stream: int) -> ArrayView:
@@ -316,4 +346,52 @@ def _padded_scales(scales: ArrayView, rows: int, kernels: Any, stream: int) -> A
         return scales.reshape(rows)
     room = arrays.zeros((rows,), formats.float32, scales.device)
     kernels.copy(scales.reshape(-1), room.slice(0, 0, scales.size), stream)
+    return room
+
+
+def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: Any, stream: int) -> None:
+    """out = a @ b where at least one is scaled by blocks; see ``Float8Tensor.matmul``."""
+    if all(_along_rows(t) for t in (a, b.T)) and (a.scaling, b.scaling) != ("block_128x128",) * 2:
+        (left, left_scale, left_tile), (right, right_scale, right_tile) = (_block_operand(t, kernels, stream) for t in (a, b.T))
+        room = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
+        # a device without this product says so, and gets the other
+        with contextlib.suppress(CannotTake):
+            kernels.block_gemm(
+                left, right, out, a.format, b.format, left_scale, right_scale, left_tile, right_tile, None, False, room, stream
+            )
+            return
+    wide_a, wide_b = a._wide(formats.float32), b._wide(formats.float32)
+    wide_a = wide_a if a._flipped else wide_a.rows()
+    if a._flipped and b._flipped:  # no layout of gemm transposes both
+        wide_b = arrays.contiguous(wide_b.transpose(1, 0))
+    layout = "tn" if a._flipped else "nt" if b._flipped else "nn"
+    exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
+    room = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
+    kernels.gemm(wide_a, wide_b, exact, layout, None, False, room, stream)
+    if exact is not out:
+        kernels.copy(exact, out, stream)
+
+
+def _along_rows(tensor: Float8Tensor) -> bool:
+    """Whether blocks of 128 run along the tensor's rows."""
+    return tensor.scaling == "block_128x128" or (tensor.scaling == "block_1x128" and not tensor._flipped)
+
+
+def _block_operand(tensor: Float8Tensor, kernels: Any, stream: int) -> tuple[ArrayView, ArrayView, tuple[int, int]]:
+    """(codes, scale_inv, tile) of a tensor as ``block_gemm`` takes them: padded copies where need be."""
+    codes = tensor._view() if tensor._flipped else tensor._codes.rows()
+    tile, grid = _tiling(tensor.scaling, tensor._codes.rows().shape)
+    scales = tensor._scale_inv.reshape(*grid)
+    if tensor._flipped or tile[0] == 1:  # 1x128: blocks of K first; a transposed grid of squares
+        scales = scales.transpose(1, 0)
+    shapes = block_shapes(codes.shape[0], codes.shape[1], tile)
+    return _within(codes, shapes[0], kernels, stream), _within(scales, shapes[1], kernels, stream), tile
+
+
+def _within(view: ArrayView, sizes: Shape, kernels: Any, stream: int) -> ArrayView:
+    """A matrix in the first corner of a C-contiguous one of these sizes, zeros around: itself where it is that and aligned, or a copy."""
+    if sizes == view.shape and view.contiguous and view.ptr % 16 == 0:
+        return view
+    room = arrays.zeros(sizes, view.dtype, view.device)
+    kernels.copy(view, room.slice(0, 0, view.shape[0]).slice(1, 0, view.shape[1]), stream)
     return room

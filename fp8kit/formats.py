@@ -8,6 +8,7 @@ OCP Microscaling Formats 1.0 (E2M1, E8M0), dlpack.h 1.1, XLA's xla_data.proto, C
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import ml_dtypes
@@ -136,6 +137,11 @@ class DType:
 
     itemsize = 0
     floating = False
+
+    @cached_property
+    def max(self) -> float:
+        """Largest finite value of a floating type."""
+        return float(ml_dtypes.finfo(self.numpy).max)
 
     def __repr__(self) -> str:
         return f"fp8kit.{self.name}"

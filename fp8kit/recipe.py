@@ -7,9 +7,9 @@ A recipe decides, for each GEMM of a layer ::
     wgrad  dW = dy^T x
 
 the formats, the scale of each operand (``q = encode(x * scale)``, ``scale_inv = 1 / scale``) and the accumulation. Sources:
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (formats, per-tensor scaling), and Transformer Engine's documentation
-(delayed and current scaling). Recipes are strict: an unknown field, a wrong type or a contradiction is a RecipeError, and every field
-that is accepted has its effect. No environment variable changes a recipe.
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (formats, per-tensor scaling), the DeepSeek-V3 technical report (blocks), and
+Transformer Engine's documentation (delayed, current and block scaling). Recipes are strict: an unknown field, a wrong type or a
+contradiction is a RecipeError, and every field that is accepted has its effect. No environment variable changes a recipe.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class MMParams(_Strict):
 
 @dataclass(frozen=True)
 class QParams(_Strict):
-    """How one operand is quantised under current scaling.
+    """How one operand is quantised under current and block scaling.
 
     * ``power_2_scale``: scales are rounded down to a power of two, so that scaling itself rounds nothing.
     * ``amax_epsilon``: float >= 0, the least amax a scale is computed from.
@@ -176,7 +176,7 @@ class Recipe(_Strict):
     @classmethod
     def float8_block_scaling(cls) -> bool:
         """Whether each block of 128 elements has its own float32 scale."""
-        return False
+        return issubclass(cls, Float8BlockScaling)
 
     @classmethod
     def custom(cls) -> bool:
@@ -332,3 +332,74 @@ class Float8CurrentScaling(Recipe):
     def short_name(self) -> str:
         """For example ``current(HYBRID, pow2)``."""
         return f"current({self.fp8_format.name}{', pow2' if self.use_power_2_scales else ''})"
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """A scale for each block of 128 elements along the contraction, from the block itself (DeepSeek-V3 technical report, section 3.3.2) ::
+
+        amax      = max(max|block|, amax_epsilon)
+        scale     = fp8_max / amax, 1 where amax is 0, Inf or NaN; the largest value of the tensor's dtype where that overflows
+                    rounded down to a power of two with power_2_scale
+        scale_inv = 1 / scale, float32
+
+    An operand of dimension 1 has blocks of 1 x 128, and its transposed copy (wgrad's and dgrad's operands) is cast from the
+    high-precision tensor with blocks along the other axis; one of dimension 2 has blocks of 128 x 128, whose transpose is exact.
+
+    * ``use_f32_scales``: bool; the default of ``power_2_scale`` for all three operands is its opposite.
+    * ``fp8_format``: Format.E4M3, or Format.HYBRID for E5M2 output gradients.
+    * ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight``, ``fp8_quant_bwd_grad``: QParams of input, weight and output gradient; None becomes
+      ``QParams(power_2_scale=not use_f32_scales)``.
+    * ``x_block_scaling_dim``, ``w_block_scaling_dim``, ``grad_block_scaling_dim``: 1 or 2; at most one of the three is 2, since no product
+      takes two operands of dimension 2.
+    * ``fp8_gemm_fprop``, ``fp8_gemm_dgrad``, ``fp8_gemm_wgrad``: MMParams of the three GEMMs; partial sums are promoted to float32 at every
+      block, so only ``MMParams(use_split_accumulator=True)``.
+    * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
+
+    There is no state, so nothing is saved. Raises RecipeError, also for ``use_f32_scales=False`` beside QParams without
+    ``power_2_scale``. Source: Transformer Engine's Float8BlockScaling.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    fp8_quant_fwd_inp: QParams = None  # type: ignore[assignment]
+    fp8_quant_fwd_weight: QParams = None  # type: ignore[assignment]
+    fp8_quant_bwd_grad: QParams = None  # type: ignore[assignment]
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = _SPLIT
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        self._want(bool, "use_f32_scales")
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, QParams(power_2_scale=not self.use_f32_scales))
+            self._want(QParams, name)
+            if not self.use_f32_scales and not getattr(self, name).power_2_scale:
+                raise self._refuse(name, "power_2_scale=True, because use_f32_scales=False")
+        dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        self._want(int, *dims)
+        for name in dims:
+            if getattr(self, name) not in (1, 2):
+                raise self._refuse(name, "1 or 2")
+        squares = [name for name in dims if getattr(self, name) == 2]
+        if len(squares) > 1:
+            raise self._refuse(squares[0], f"1 beside {squares[1]}=2: no product takes two operands of dimension 2")
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            self._want(MMParams, name)
+            if not getattr(self, name).use_split_accumulator:
+                raise self._refuse(name, "MMParams(use_split_accumulator=True)")
+        self._check_common()
+
+    def short_name(self) -> str:
+        """For example ``block(E4M3, pow2)``; the dimensions of x, w and grad are named where they are not 1, 2 and 1."""
+        scales = "f32" if self.use_f32_scales else "pow2"
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        odd = "" if dims == (1, 2, 1) else f", dims {dims[0]}{dims[1]}{dims[2]}"
+        return f"block({self.fp8_format.name}, {scales}{odd})"

@@ -49,7 +49,37 @@ def test_errors_are_one_line(capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], ["train", "--preset", "tiny", "--steps", "0"], ["demo", "--preset", "huge"]])
+@pytest.mark.parametrize("arguments", [["demo", "--preset", "tiny", "--out"], ["train", "--preset", "tiny", "--out"], ["bench", "--json"]])
+def test_results_have_a_place_before_the_work(arguments, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("kept")
+    assert cli.main([*arguments, str(file / "results")]) == 1
+    said = capsys.readouterr().err
+    assert "expected a folder that can be made" in said
+    assert said.count("\n") == 1
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(name, monkeypatch, capsys):
+    monkeypatch.setattr(cli.arrays.provider(cli.arrays.device("cuda")), "count", lambda: 0, raising=False)
+    assert cli.main(["train", "--preset", "tiny", "--device", name]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"fp8kit train: device: {cli.arrays.device(name)} is not usable, 0 cuda devices are")
+    assert said.count("\n") == 1
+
+
+def test_interruption_is_one_line(monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run", stopped)
+    assert cli.main(["bench"]) == 130
+    assert capsys.readouterr().err == "\nfp8kit bench: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["train"], ["train", "--preset", "tiny", "--steps", "0"],
+                                       ["demo", "--steps", "many"], ["demo", "--preset", "huge"]])
 def test_wrong_usage_is_refused(arguments):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)

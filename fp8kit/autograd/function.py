@@ -27,9 +27,9 @@ class Function:
     """A differentiable function of your own: subclass it with ``forward`` and ``backward``, call it with ``apply``.
 
     ``forward(context, *inputs)`` gets the inputs in their device's library (NumPy or CuPy; what is no Tensor comes as it is) and returns
-    one
-    array or a tuple. ``backward(context, *cotangents)`` gets an array per output and returns one per input (None where there is no
-    gradient), of the input's shape and dtype. A class without ``backward`` raises AutogradError when a gradient is wanted.
+    one array or a tuple. ``backward(context, *cotangents)`` gets an array per output, not to be written to (others may share it), and
+    returns one per input (None where there is no gradient), of the input's shape and dtype. A class without ``backward`` raises
+    AutogradError when a gradient is wanted.
     """
 
     @staticmethod
@@ -45,15 +45,19 @@ class Function:
     @classmethod
     def apply(cls, *inputs: Any) -> Any:
         """Call the function on Tensors and other values; returns a Tensor per output. Raises AutogradError for a missing backward."""
+        tracked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+        recorded = tape.is_grad_enabled() and any(tracked)
+        unrecorded = tape.probe()
+        if unrecorded is not None:
+            unrecorded.wanted |= any(tracked)
+        if recorded and cls.backward is Function.backward:
+            raise AutogradError(f"{cls.__name__}: has no backward, but input {tracked.index(True)} requires a gradient")
         context = Context()
         with tape.no_grad():
             out = cls.forward(context, *[x.data if isinstance(x, Tensor) else x for x in inputs])
         several = isinstance(out, tuple)
         results = [Tensor(arrays.as_view(o)) for o in (out if several else (out,))]
-        tracked = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
-        if tape.is_grad_enabled() and any(tracked):
-            if cls.backward is Function.backward:
-                raise AutogradError(f"{cls.__name__}: has no backward, but an input requires a gradient")
+        if recorded:
             cls._record(context, inputs, tracked, results)
         return tuple(results) if several else results[0]
 
@@ -74,13 +78,10 @@ class Function:
                 if edge is None or grad is None:
                     out.append(None)
                     continue
-                view = arrays.as_view(grad)
-                if view.shape != x.shape or view.dtype is not x.dtype:
-                    raise ShapeError(
-                        expected(
-                            f"{cls.__name__}.backward", f"gradient {i}", f"{view.dtype.name} {view.shape}", f"{x.dtype.name} {x.shape}"
-                        )
-                    )
+                view = arrays.contiguous(arrays.as_view(grad))
+                if (view.shape, view.dtype, view.device) != (x.shape, x.dtype, x.device):
+                    got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, x))
+                    raise ShapeError(expected(f"{cls.__name__}.backward", f"gradient {i}", got, wanted))
                 out.append(owned(edge, view))
             return out
 

@@ -13,7 +13,7 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
-from fp8kit.autograd.tensors import Tensor, owned
+from fp8kit.autograd.tensors import Tensor, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, expected
 from fp8kit.formats import DType
@@ -134,6 +134,9 @@ def apply(
             raise BackendError(expected(operation.name, name, f"device {view.device}", f"device {device}, where the other inputs are"))
     assert device is not None
     wanted = tuple(needs)
+    unrecorded = tape.probe()
+    if unrecorded is not None:
+        _tell(unrecorded, operation.name, inputs)
     ready = plan_for(operation, spec, views, wanted, dispatch.kernels(device))
     plan = ready.plan
     signature = plan.signature
@@ -146,6 +149,14 @@ def apply(
     if wanted:
         _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish)
     return results
+
+
+def _tell(unrecorded: tape.Probe, name: str, inputs: Mapping[str, Any]) -> None:
+    """Say what the tape would have recorded of an operation."""
+    for argument, value in inputs.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            unrecorded.wanted = True
+            unrecorded.used.append(unchanged(name, argument, value))
 
 
 def _record(
@@ -168,6 +179,8 @@ def _record(
             raise AutogradError(f"{operation.name}: no gradient rule for its input {name!r}, which requires a gradient")
     kept: dict[str, ArrayView | None] = {name: views[name] if name in views else outputs.get(name) for name in signature.kept}
     kept.update(late)
+    watched = [unchanged(operation.name, name, inputs[name]) for name in signature.kept if isinstance(inputs.get(name), Tensor)]
+    watched += [unchanged(operation.name, name, results[name]) for name in signature.kept if name in results]
     names = [
         name for name, result in results.items() if result.dtype.floating and (name in signature.passes or not signature.outputs[name].zero)
     ]
@@ -178,6 +191,8 @@ def _record(
         by_name = {name: g if g is None or g.contiguous else arrays.contiguous(g) for name, g in zip(names, cotangents, strict=True)}
         if by_name[names[0]] is None:
             by_name[names[0]] = arrays.zeros(main.shape, main.dtype, device)
+        for check in watched:
+            check()
         grads = allocate(signature.grads, device, given)
         operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.carve(device), arrays.current_stream(device))
         return [

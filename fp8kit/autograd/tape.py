@@ -11,6 +11,7 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from typing import Any, NamedTuple, Protocol
 
 from fp8kit.errors import AutogradError
@@ -35,19 +36,21 @@ class Edge(NamedTuple):
 class Node:
     """One step of the forward pass.
 
-    ``backward(cotangents)``: one entry per output (None is zero), returns one per edge (None is zero). ``edges``: one per input,
-    None where no gradient is wanted. ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the
-    list of
-    the distinct items of all nodes that ran.
+    * ``backward(cotangents)``: one entry per output (None is zero), returns one per edge (None is zero).
+    * ``edges``: one per input, None where no gradient is wanted. Or None altogether: then ``backward`` returns pairs of an edge and its
+      cotangent, because the edges are found only then (recomputation).
+    * ``hooks``: output -> functions that see the output's summed cotangent before ``backward``, and may replace it.
+    * ``finish``: (function, item) or None; after the whole walk, ``function`` is called once with the list of the distinct items of all
+      nodes that ran. When the walk fails, ``item.discard()`` is called instead, for each of them.
     """
 
-    __slots__ = ("backward", "edges", "finish", "name", "outputs", "sequence")
+    __slots__ = ("backward", "edges", "finish", "hooks", "name", "outputs", "sequence")
 
     def __init__(
         self,
         name: str,
         outputs: int,
-        edges: Sequence[Edge | None],
+        edges: Sequence[Edge | None] | None,
         backward: Callable[[list[Any]], Sequence[Any]],
         finish: tuple[Callable[[list[Any]], None], Any] | None = None,
     ) -> None:
@@ -56,13 +59,15 @@ class Node:
         self.edges = edges
         self.backward: Callable[[list[Any]], Sequence[Any]] | None = backward
         self.finish = finish
+        self.hooks: dict[int, list[Callable[[Any], Any]]] | None = None
         self.sequence = next(_SEQUENCE)
 
 
 def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False) -> None:
     """Walk back from ``roots``, pairs of an edge and its cotangent. Unless ``retain_graph``, nodes give up what they saved.
 
-    Raises AutogradError when a node was already walked and gave up what it saved.
+    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded. Raises AutogradError
+    when a node was already walked and gave up what it saved.
     """
     pending: dict[Node, list[Any]] = {}
     heap: list[tuple[int, Node]] = []
@@ -81,30 +86,79 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             heapq.heappush(heap, (-target.sequence, target))
         slots[index] = cotangent if slots[index] is None else add(slots[index], cotangent)
 
-    for edge, cotangent in roots:
-        deliver(edge, cotangent)
-    while heap:
-        _, node = heapq.heappop(heap)
-        backward = node.backward
-        if backward is None:
-            raise AutogradError(f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time")
-        gradients = backward(pending.pop(node))
-        for target, gradient in zip(node.edges, gradients, strict=True):
-            if target is not None and gradient is not None:
-                deliver(target, gradient)
-        if node.finish is not None:
-            function, item = node.finish
-            finishing.setdefault(function, {})[id(item)] = item
-        if not retain_graph:
-            node.backward = None
-    for leaf, gradient in leaves.values():
-        leaf.accumulate(gradient)
-    for function, items in finishing.items():
-        function(list(items.values()))
+    try:
+        for edge, cotangent in roots:
+            deliver(edge, cotangent)
+        while heap:
+            _, node = heapq.heappop(heap)
+            backward = node.backward
+            if backward is None:
+                raise AutogradError(f"{node.name}: backward was already run through this graph; pass retain_graph=True the first time")
+            if node.finish is not None:  # before the call: a node that fails half-way has something to discard too
+                function, item = node.finish
+                finishing.setdefault(function, {})[id(item)] = item
+            cotangents = pending.pop(node)
+            for index, hooks in (node.hooks or {}).items():
+                cotangents[index] = hooked(hooks, cotangents[index])
+            gradients = backward(cotangents)
+            for target, gradient in gradients if node.edges is None else zip(node.edges, gradients, strict=True):
+                if target is not None and gradient is not None:
+                    deliver(target, gradient)
+            if not retain_graph:
+                node.backward = None
+        for leaf, gradient in leaves.values():
+            leaf.accumulate(gradient)
+        for function, items in finishing.items():
+            function(list(items.values()))
+    except BaseException:
+        for items in finishing.values():
+            for item in items.values():
+                item.discard()
+        raise
+
+
+def hooked(hooks: Sequence[Callable[[Any], Any]], cotangent: Any) -> Any:
+    """A cotangent after its hooks, in the order of their registration; None (zero) is not shown to them."""
+    for hook in tuple(hooks):
+        if cotangent is not None:
+            answer = hook(cotangent)
+            cotangent = cotangent if answer is None else answer
+    return cotangent
+
+
+class Probe:
+    """What an unrecorded forward pass would have recorded: whether anything in it ``wanted`` a gradient, and ``used``, functions that
+    raise AutogradError when a value that it used was changed in place since."""
+
+    __slots__ = ("used", "wanted")
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.used: list[Callable[[], None]] = []
+
+
+class probing:
+    """Context manager: doors tell ``probe`` (None: nobody) what they would have recorded on this thread."""
+
+    __slots__ = ("before", "probe")
+
+    def __init__(self, probe: Probe | None) -> None:
+        self.probe = probe
+
+    def __enter__(self) -> None:
+        self.before = _MODE.probe
+        _MODE.probe = self.probe
+
+    def __exit__(self, *exc: object) -> None:
+        _MODE.probe = self.before
 
 
 class _Mode(threading.local):
     enabled = True
+    probe: Probe | None = None
+
+    def __init__(self) -> None:
+        self.outside: list[bool] = []  # what held outside of each no_grad block; here, so that one object may be entered anywhere
 
 
 _MODE = _Mode()
@@ -113,6 +167,11 @@ _MODE = _Mode()
 def is_grad_enabled() -> bool:
     """Whether the forward pass is being recorded on this thread."""
     return _MODE.enabled
+
+
+def probe() -> Probe | None:
+    """Who wants to know what is not recorded on this thread; see ``probing``."""
+    return _MODE.probe
 
 
 class set_grad_enabled:
@@ -129,19 +188,12 @@ class set_grad_enabled:
         _MODE.enabled = self._before
 
 
-class no_grad:
+class no_grad(ContextDecorator):
     """Do not record what is computed inside: ``with no_grad():`` or as a decorator. Nestable, per thread, exception-safe."""
 
     def __enter__(self) -> None:
-        self._before = _MODE.enabled
+        _MODE.outside.append(_MODE.enabled)
         _MODE.enabled = False
 
     def __exit__(self, *exc: object) -> None:
-        _MODE.enabled = self._before
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **named: Any) -> Any:
-            with no_grad():
-                return function(*args, **named)
-
-        return wrapped
+        _MODE.enabled = _MODE.outside.pop()

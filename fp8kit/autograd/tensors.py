@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,29 @@ from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
 from fp8kit.ops.dropout_add import AddSpec, add
 
+Hook = Callable[[ArrayView], ArrayView | None]
+
+
+class Version:
+    """How often a piece of memory was changed in place through its tensors."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class HookHandle:
+    """What ``Tensor.register_hook`` returns."""
+
+    def __init__(self, hooks: list[Hook], hook: Hook) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """End the hook; a second call does nothing."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
 
 class Tensor:
     """An array with a place on the tape.
@@ -24,7 +48,7 @@ class Tensor:
     ``__dlpack__``: ``data`` is the device library's own array, ``numpy()`` a host array (a copy from a GPU).
     """
 
-    __slots__ = ("__weakref__", "_edge", "grad", "requires_grad", "view")
+    __slots__ = ("__weakref__", "_edge", "_hooks", "_version", "grad", "requires_grad", "view")
 
     def __init__(self, view: ArrayView, requires_grad: bool = False) -> None:
         if requires_grad and not view.dtype.floating:
@@ -33,6 +57,8 @@ class Tensor:
         self.requires_grad = requires_grad
         self.grad: ArrayView | None = None
         self._edge: Edge | None = None
+        self._hooks: list[Hook] | None = None  # a leaf's
+        self._version: Version | None = None
 
     @property
     def shape(self) -> Shape:
@@ -71,7 +97,80 @@ class Tensor:
 
     def detach(self) -> Tensor:
         """The same array off the tape."""
-        return Tensor(self.view)
+        return self._sharing(Tensor(self.view))
+
+    def version(self) -> Version:
+        """The count of changes in place, shared with every tensor that was made of this one's memory."""
+        if self._version is None:
+            self._version = Version()
+        return self._version
+
+    def _sharing(self, other: Tensor) -> Tensor:
+        other._version = self.version()
+        return other
+
+    # --- changes in place: not recorded; whoever saved the old value finds out --------------------------------------------
+
+    def copy_(self, source: Any) -> Tensor:
+        """Take the values of an array of the same shape and any floating dtype (or the same one), in place. Returns the tensor.
+
+        AutogradError while recording, if this or ``source`` requires a gradient: changes in place have none; use ``no_grad``. ShapeError
+        or FormatError where the values do not fit.
+        """
+        view = source.view if isinstance(source, Tensor) else arrays.as_view(source)
+        if tape.is_grad_enabled() and (self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)):
+            raise AutogradError("copy_: a change in place is not recorded, and a gradient is required here; use no_grad()")
+        if view.shape != self.shape:
+            raise ShapeError(expected("copy_", "source", f"shape {view.shape}", f"shape {self.shape}"))
+        if view.dtype is not self.dtype and not (view.dtype in formats.HIGH_PRECISION and self.dtype in formats.HIGH_PRECISION):
+            raise FormatError(expected("copy_", "source", view.dtype.name, self.dtype.name))
+        view = arrays.to(view, self.device)
+        if view.dtype is self.dtype and self.view.contiguous:
+            arrays.copy(self.view, arrays.contiguous(view))
+        else:
+            dispatch.kernels(self.device).copy(view, self.view, arrays.current_stream(self.device))
+        self.version().count += 1
+        return self
+
+    def add_(self, other: Any) -> Tensor:
+        """``copy_(self + other)``; the same shape and dtype. Errors as ``copy_``."""
+        with tape.no_grad():
+            total = self.detach() + (other.detach() if isinstance(other, Tensor) else other)
+        return self.copy_(total if not (isinstance(other, Tensor) and other.requires_grad) else Tensor(total.view, True))
+
+    def zero_(self) -> Tensor:
+        """Zeros, in place. Errors as ``copy_``."""
+        return self.copy_(arrays.zeros(self.shape, self.dtype, self.device))
+
+    # --- the tape -----------------------------------------------------------------------------------------------------
+
+    def register_hook(self, hook: Callable[[ArrayView], Any]) -> HookHandle:
+        """Call ``hook`` with this tensor's whole gradient each time that a backward pass has summed it, an ArrayView that must not be
+        changed. What it returns, an array of the same shape and dtype, goes on in its place; None leaves it. Returns a handle whose
+        ``remove()`` ends it. AutogradError where no gradient is wanted.
+        """
+        edge = self.edge()
+        if edge is None:
+            raise AutogradError("register_hook: this tensor requires no gradient")
+
+        def checked(gradient: ArrayView) -> ArrayView | None:
+            answer = hook(gradient)
+            if answer is None:
+                return None
+            view = arrays.contiguous(arrays.as_view(answer))
+            if (view.shape, view.dtype, view.device) != (gradient.shape, gradient.dtype, gradient.device):
+                got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, gradient))
+                raise ShapeError(expected("register_hook", "the hook's answer", got, wanted))
+            return fresh(view)
+
+        if isinstance(edge.target, Node):
+            if edge.target.hooks is None:
+                edge.target.hooks = {}
+            hooks = edge.target.hooks.setdefault(edge.output, [])
+        else:
+            hooks = self._hooks = [] if self._hooks is None else self._hooks
+        hooks.append(checked)
+        return HookHandle(hooks, checked)
 
     def edge(self) -> Edge | None:
         """Where a cotangent of this value goes, None when no gradient is wanted."""
@@ -81,10 +180,12 @@ class Tensor:
 
     def accumulate(self, cotangent: ArrayView) -> None:
         """Add a gradient to ``grad``: the leaf's side of the tape."""
+        if self._hooks:
+            cotangent = tape.hooked(self._hooks, cotangent)
         if self.grad is None:
             self.grad = cotangent if cotangent.contiguous else arrays.contiguous(cotangent)
         else:
-            self.grad = add_views(self.grad, cotangent)
+            self.grad = add_views(arrays.as_view(self.grad), cotangent)  # a user may have set any array
 
     def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
         """Walk back from here; every tensor that requires a gradient gets its ``grad``.
@@ -106,18 +207,37 @@ class Tensor:
             raise ShapeError(expected("backward", "gradient", f"shape {view.shape}", f"shape {self.shape}"))
         if view.dtype is not self.dtype:
             raise FormatError(expected("backward", "gradient", view.dtype.name, self.dtype.name))
-        tape.run([(edge, arrays.to(arrays.contiguous(view), self.device))], add_views, retain_graph)
+        root = owned(edge, arrays.to(arrays.contiguous(view), self.device))
+        tape.run([(edge, root)], add_views, retain_graph)
 
     def reshape(self, *shape: int) -> Tensor:
-        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ."""
+        """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or not C-contiguous."""
         view = self.view.reshape(*arrays.as_sizes(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         before = self.shape
-        return record("reshape", [self], view, lambda g: [g.reshape(*before)])
+        return self._sharing(record("reshape", [self], view, lambda g: [g.reshape(*before)]))
 
-    def __add__(self, other: Tensor) -> Tensor:
+    def __add__(self, other: Any) -> Tensor:
         from fp8kit.autograd.rules import apply
 
-        return apply(add, _ADD, {"a": self, "b": other})["y"]
+        if isinstance(other, int | float | complex):
+            return NotImplemented
+        return apply(add, _ADD, {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other)})["y"]
+
+    __array_priority__ = 1000  # array + tensor is the tensor's to answer: NumPy would convert it, and leave the tape
+
+    def __radd__(self, other: Any) -> Tensor:
+        return NotImplemented if isinstance(other, int | float | complex) else Tensor(arrays.as_view(other)) + self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A tensor of its own memory, without the gradient. AutogradError for one that was computed on the tape."""
+        if self._edge is not None:
+            raise AutogradError("deepcopy: this tensor was computed on the tape; detach() it first")
+        copied = type(self).__new__(type(self))
+        Tensor.__init__(copied, fresh(self.view), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: it is memory by address; use fk.save and fk.load, or numpy()")
 
     def __fp8kit_view__(self) -> ArrayView:
         return self.view
@@ -165,14 +285,37 @@ def owned(edge: Edge | None, view: ArrayView | None) -> ArrayView | None:
     """A cotangent that may be shared, made safe for where it goes: a leaf keeps it as ``grad`` and gets a copy of its own."""
     if view is None or edge is None or isinstance(edge.target, Node):
         return view
+    return fresh(view)
+
+
+def fresh(view: ArrayView) -> ArrayView:
+    """A C-contiguous copy in memory of its own."""
     own = arrays.empty(view.shape, view.dtype, view.device)
     arrays.copy(own, arrays.contiguous(view))
     return own
 
 
+def unchanged(operation: str, argument: str, value: Tensor) -> Callable[[], None]:
+    """A function that raises AutogradError when ``value`` was changed in place since now."""
+    version = value.version()
+    then = version.count
+
+    def check() -> None:
+        if version.count != then:
+            raise AutogradError(
+                f"{operation}: {argument}: got a value changed in place since the forward pass (version {version.count}), "
+                f"expected it as backward needs it (version {then})"
+            )
+
+    return check
+
+
 def record(name: str, inputs: list[Tensor], output: ArrayView, backward: Any) -> Tensor:
     """A tensor for ``output`` whose node has one edge per input; ``backward(g)`` gives a cotangent per input."""
     result = Tensor(output)
+    unrecorded = tape.probe()
+    if unrecorded is not None:
+        unrecorded.wanted |= any(t.requires_grad for t in inputs)
     if tape.is_grad_enabled() and any(t.requires_grad for t in inputs):
         edges = [t.edge() for t in inputs]
         node = Node(name, 1, edges, lambda cotangents: [owned(e, g) for e, g in zip(edges, backward(cotangents[0]), strict=True)])

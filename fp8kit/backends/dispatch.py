@@ -17,15 +17,17 @@ from fp8kit import arrays, settings
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import policy as policies
 from fp8kit.backends.policy import SelectionPolicy, Switch
-from fp8kit.backends.protocol import KERNELS
+from fp8kit.backends.protocol import KERNELS, block_shapes
 from fp8kit.backends.registry import CannotTake, Kind, OpImpl, OpRegistry
 from fp8kit.errors import BackendError, expected
 
 __all__ = [
+    "CannotTake",
     "Kind",
     "OpImpl",
     "OpRegistry",
     "SelectionPolicy",
+    "block_shapes",
     "candidates",
     "default_device",
     "deterministic",
@@ -170,4 +172,6 @@ def deterministic(enabled: bool = True) -> Switch:
 
     Holds from now on; as ``with fk.deterministic():`` for a block. The CPU engine always is deterministic.
     """
-    return Switch(deterministic=bool(enabled))
+    if not isinstance(enabled, bool):
+        raise BackendError(expected("deterministic", "enabled", repr(enabled), "True or False"))
+    return Switch(deterministic=enabled)

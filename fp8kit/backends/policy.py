@@ -126,22 +126,23 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
 
 
 class Switch:
-    """A change of the policy that holds from now on, or, used with ``with``, until the block ends."""
+    """A change of the policy that holds from now on, for the process, or, used with ``with``, for this thread until the block ends."""
 
     def __init__(self, **changes: Any) -> None:
         global _GLOBAL
-        self._stack = _STATE.stack
-        self._global = get_policy() if not self._stack else None
-        if self._stack:
-            _STATE.stack = (*self._stack[:-1], _intern(replace(self._stack[-1], **changes)))
+        self._outside = _STATE.stack
+        self._before = get_policy()
+        self._policy = _intern(replace(self._before, **changes))
+        if self._outside:
+            _STATE.stack = (*self._outside[:-1], self._policy)
         else:
-            _GLOBAL = _intern(replace(get_policy(), **changes))
+            _GLOBAL = self._policy
 
     def __enter__(self) -> None:
-        return None
+        global _GLOBAL
+        if not self._outside and _GLOBAL is self._policy:
+            _GLOBAL = self._before  # a block concerns its own thread: two threads' blocks may end in any order
+        _STATE.stack = (*self._outside, self._policy)
 
     def __exit__(self, *exc: object) -> None:
-        global _GLOBAL
-        _STATE.stack = self._stack
-        if self._global is not None:
-            _GLOBAL = self._global
+        _STATE.stack = self._outside

@@ -60,6 +60,16 @@ class Cast:
         self.amax = amax
 
 
+BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``
+
+
+def block_shapes(rows: int, columns: int, tile: tuple[int, int]) -> tuple[Shape, Shape]:
+    """Shapes of an operand of ``block_gemm`` for a matrix of (rows, columns): of its codes, uint8, and of its scale_inv, float32."""
+    r, k = -(-rows // 16) * 16, -(-columns // BLOCK) * BLOCK
+    scales = (k // BLOCK, r) if tile[0] == 1 else (-(-r // BLOCK), -(-k // (4 * BLOCK)) * 4)
+    return (r, k), scales
+
+
 class AttentionSpec(Protocol):
     """What the attention kernels need to know beside their arrays; ``fp8kit.ops.attention_spec.AttentionSpec`` is one."""
 
@@ -190,6 +200,28 @@ class Kernels(Protocol):
     def quantize_transpose_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``quantize_transpose``'s workspace when it has a dbias."""
 
+    def block_quantize(
+        self,
+        x: ArrayView,
+        q: ArrayView | None,
+        scale_inv: ArrayView | None,
+        q_t: ArrayView | None,
+        scale_inv_t: ArrayView | None,
+        format: Format,
+        tile: tuple[int, int],
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """Current scaling by blocks, x and its transpose each as an operand of ``block_gemm``; E4M3 or E5M2. x: h (M, N), rows of 1 x 128
+        or squares of 128 x 128 elements share a scale: ``tile``. q: uint8 (M up to 16, N up to 128: the next multiples), q_t: uint8
+        (N up to 16, M up to 128), either may be None; zero codes beyond x. A scale is ``scale_from_amax`` of its tile's amax with
+        fp8_max = format.max and value_for_inf = the largest finite value of x's dtype; the code is ``encode(x * scale)``, saturating.
+
+        Tile (1, 128) runs along the contraction: q has a scale for 128 neighbours of a row of x, q_t, cast from x as well, one for 128
+        neighbours of a column. Tile (128, 128): q_t is q transposed. Layouts (cuBLASLt's), of an operand (R, Kp): tile (1, 128): float32
+        (Kp / 128, R); tile (128, 128): float32 (ceil(R / 128), Kp / 128 up to 4). Every element is written, 1 for a tile outside x."""
+
     # --- matrix products ------------------------------------------------------------------------------------------------
 
     def gemm(
@@ -229,11 +261,32 @@ class Kernels(Protocol):
         own width (Hopper: 14 bits); False promotes to float32 regularly (split accumulator). Not both E5M2. a, b and the scales are 16-byte
         aligned. Rounding where a bias or the old out joins: as in ``gemm``."""
 
+    def block_gemm(
+        self,
+        a: ArrayView,
+        b: ArrayView,
+        out: ArrayView,
+        a_format: Format,
+        b_format: Format,
+        a_scale_inv: ArrayView,
+        b_scale_inv: ArrayView,
+        a_tile: tuple[int, int],
+        b_tile: tuple[int, int],
+        bias: ArrayView | None,
+        accumulate: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp, Kp), b: uint8 (Np, Kp) with
+        their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or (128, 128), not both (128, 128). out, bias, accumulate,
+        formats, alignment as in ``fp8_gemm``; partial sums are promoted to float32 at every block (split accumulator). Workspace:
+        ``fp8_gemm_workspace``."""
+
     def gemm_workspace(self) -> int:
         """Bytes of workspace that ``gemm`` and ``fp8_gemm`` want, padded output included (see ``fp8_gemm_workspace``)."""
 
     def fp8_gemm_workspace(self, rows: int, columns: int) -> int:
-        """Bytes for an output of (rows, columns): ``gemm_workspace`` and, where the sizes need padding, a padded output."""
+        """Bytes for an FP8 product of (rows, columns): ``gemm_workspace`` and, where the sizes need padding, a padded output."""
 
     # --- normalisation --------------------------------------------------------------------------------------------------
 
@@ -292,8 +345,7 @@ class Kernels(Protocol):
         stream: int,
     ) -> None:
         """y = activation(x + bias). "gelu" (tanh form, Hendrycks & Gimpel 2016), "relu", "silu": x (M, F); "swiglu": x (M, 2F), y =
-        silu(first
-        half) * second half. x, y: h; bias: h, x's columns. y, cast, amax as in ``norm_fwd``."""
+        silu(first half) * second half. x, y: h; bias: h, x's columns. y, cast, amax as in ``norm_fwd``."""
 
     def act_bwd(
         self,
@@ -432,8 +484,8 @@ class Kernels(Protocol):
     # --- embedding, loss ------------------------------------------------------------------------------------------------
 
     def embedding_fwd(self, ids: ArrayView, table: ArrayView, out: ArrayView, stream: int) -> None:
-        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN); table: h (V, N); out: (M,
-        N)."""
+        """out[i] = table[ids[i]]. ids: int32 or int64 (M,), in range (an id out of range gives a row of NaN); table: h (V, N);
+        out: h (M, N)."""
 
     def embedding_bwd(self, ids: ArrayView, dout: ArrayView, dtable: ArrayView, stream: int) -> None:
         """dtable[v] = sum of dout[i] over ids[i] == v, in the order of i, in float32; rows that no id names are written as 0."""
@@ -478,18 +530,65 @@ class Kernels(Protocol):
         exp_avgs: Sequence[ArrayView],
         exp_avg_sqs: Sequence[ArrayView],
         masters: Sequence[ArrayView | None],
-        lr: float,
+        lr: float | ArrayView,
         beta1: float,
         beta2: float,
         epsilon: float,
         weight_decays: Sequence[float],
-        step: int,
+        step: int | ArrayView,
+        inv_scale: ArrayView | None,
+        found_inf: ArrayView | None,
         stream: int,
     ) -> None:
         """AdamW (Loshchilov & Hutter 2019, algorithm 2) on lists of tensors. params, grads: h; exp_avg, exp_avg_sq: float32; master:
-        float32
-        where the parameter is 16 bits wide, else None: then the update is made on the master and the parameter is its rounding.
-        m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w -= lr * (m / (1 - b1^step) / (sqrt(v / (1 - b2^step)) + epsilon) + decay * w)."""
+        float32 where the parameter is 16 bits wide, else None: then the update is made on the master and the parameter is its rounding.
+        m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w -= lr * (m / (1 - b1^step) / (sqrt(v / (1 - b2^step)) + epsilon) + decay * w).
+
+        lr: a number or float32 [1]; step: a number from 1 or int64 [1]: arrays are read on the device, so that a captured graph sees
+        their new values. inv_scale: float32 [1] or None: g = grad * inv_scale, in float32. found_inf: float32 [1] or None: where it is not
+        0, nothing changes."""
+
+    def sgd_(
+        self,
+        params: Sequence[ArrayView],
+        grads: Sequence[ArrayView],
+        buffers: Sequence[ArrayView | None],
+        masters: Sequence[ArrayView | None],
+        lr: float | ArrayView,
+        momentum: float,
+        dampening: float,
+        nesterov: bool,
+        weight_decays: Sequence[float],
+        step: int | ArrayView,
+        inv_scale: ArrayView | None,
+        found_inf: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """SGD with momentum (Sutskever et al. 2013; dampening as PyTorch's SGD has it) on lists of tensors. buffers: float32, None where
+        momentum is 0; everything else as in ``adamw_``.
+        g = grad + decay w; b = g at step 1, else momentum b + (1 - dampening) g; w -= lr * (g + momentum b with nesterov, else b)."""
+
+    def scale_(self, xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayView | None, stream: int) -> None:
+        """x *= factor[0] for every tensor, rounded once, and found_inf[0] = 1 where any element of any x was Inf or NaN before (else it
+        stays as it is). xs: h; factor, found_inf: float32 [1] or None: not multiplied, not looked at."""
+
+    def loss_scale_(
+        self,
+        scale: ArrayView,
+        inv_scale: ArrayView,
+        good_steps: ArrayView,
+        found_inf: ArrayView,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        stream: int,
+    ) -> None:
+        """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2). scale, inv_scale, found_inf: float32 [1]; good_steps: int64 [1].
+        found_inf not 0: scale *= backoff_factor, good_steps = 0. Else good_steps += 1, and at growth_interval scale *= growth_factor
+        (unless that is Inf) and good_steps = 0. Then inv_scale = 1 / scale and found_inf = 0."""
+
+    def count_(self, counter: ArrayView, found_inf: ArrayView | None, stream: int) -> None:
+        """counter[0] += 1, unless found_inf is given and not 0. counter: int64 [1]; found_inf: float32 [1] or None."""
 
     def l2norm(self, xs: Sequence[ArrayView], out: ArrayView, workspace: ArrayView | None, stream: int) -> None:
         """out[0] = sqrt(sum of squares of every element), in a fixed order. xs: h; out: float32 [1]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from fp8kit import checkpoint
+from fp8kit import serialization
 from fp8kit.arrays import Device
 from fp8kit.models import plots, text
 from fp8kit.models.gpt import generate, parameter_count
@@ -75,7 +75,7 @@ def _write(out: Path, runs: list[Run], verdict: Verdict, preset: Preset, seed: i
     write_statistics(out / "scales.csv", fp8.statistics)
     plots.plot_statistics(out / "scales.png", fp8.statistics)
     metadata = {"preset": preset.name, "steps": str(preset.steps), "validation_loss": f"{fp8.validation_loss:.6f}"}
-    checkpoint.save(out / "fp8.safetensors", fp8.model, metadata)
+    serialization.save(out / "fp8.safetensors", fp8.model, metadata)
     sample = PROMPT + generate(fp8.model, PROMPT, SAMPLE_BYTES, fp8.recipe, seed=seed)
     (out / "sample.txt").write_bytes(sample)
 

@@ -38,10 +38,11 @@ def plot_losses(path: Path, curves: Mapping[str, Sequence[float]], unigram: floa
     """Both training curves (faint) with their running means, and the unigram entropy as a yardstick, all in nats/byte, as PNG."""
     picture = figure(figsize=(8, 4.5))
     axes = picture.add_subplot()
+    span = max(1, max(map(len, curves.values())) // 30)
     for (colour, style), (label, losses) in zip(STYLES, curves.items(), strict=True):
         steps = np.arange(1, len(losses) + 1)
         axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smoothed(losses, max(1, len(losses) // 30)), color=colour, linestyle=style, linewidth=1.6, label=label)
+        axes.plot(steps, smoothed(losses, span), color=colour, linestyle=style, linewidth=1.6, label=f"{label}, mean of {span} steps")
     axes.axhline(unigram, color="0.4", linestyle=":", label="unigram entropy")
     axes.set(xlabel="step", ylabel="training loss, nats/byte", title="A byte-level GPT: high precision and FP8")
     axes.grid(alpha=0.25)

@@ -52,7 +52,7 @@ PRESETS = {
         #       name         layers hidden heads context sequences steps warmup learning rate
         Preset("tiny", 2, 32, 2, 32, 4, 6, 2, 3e-3, accumulate=2, statistics_every=2, validation_batches=2),
         Preset("demo-cpu", 4, 128, 4, 128, 16, 400, 40, 2e-3, validation_batches=16),
-        Preset("demo-gpu", 8, 512, 8, 512, 32, 600, 60, 1e-3, statistics_every=10),
+        Preset("demo-gpu", 8, 512, 8, 512, 32, 300, 30, 1e-3, statistics_every=10),
         Preset("gpt2-small", 12, 768, 12, 1024, 16, 500, 50, 6e-4, statistics_every=10),
     )
 }

@@ -9,19 +9,15 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, expected
-from fp8kit.nn.dot_product_attention import CALL_LATER, DotProductAttention, later
+from fp8kit.nn.dot_product_attention import DotProductAttention
+from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later, not_yet
 from fp8kit.nn.linear import Linear
-from fp8kit.nn.module import Module, as_tensor, not_yet, positive
+from fp8kit.nn.module import Module, as_tensor, positive
 from fp8kit.nn.norm_linear import LayerNormLinear
 from fp8kit.nn.random import Init
 from fp8kit.nn.rope import angles, rope_spec
 from fp8kit.ops.rope import rope
 
-__all__ = ["CORE_OPTIONS", "MHA_CALL_LATER", "MHA_LATER", "DotProductAttention", "MultiheadAttention", "later"]
-
-# arguments of Transformer Engine that have one supported value so far
-MHA_LATER: dict[str, Any] = {"qk_norm_type": None, "qk_norm_eps": 1e-6, "qk_norm_before_rope": False}
-MHA_CALL_LATER = {name: CALL_LATER[name] for name in ("checkpoint_core_attention", "inference_params")}
 # what forward hands to the core attention as it is
 CORE_OPTIONS = (
     "attention_mask", "attn_mask_type", "window_size", "bottom_right_diagonal", "core_attention_bias_type", "core_attention_bias",
@@ -37,8 +33,9 @@ class MultiheadAttention(Module):
     * ``attention_type``: "self", or "cross": the queries come from ``hidden_states``, keys and values from ``encoder_output``.
     * ``input_layernorm``: a norm before the queries' projection. Children: self, ``layernorm_qkv`` (LayerNormLinear) or ``qkv`` (Linear);
       cross, ``layernorm_query`` or ``query_layer``, and ``key_value``.
-    * ``fuse_qkv_params``: False keeps ``query_weight``, ``key_weight``, ``value_weight`` apart; True makes one ``weight``, rows in the same
-      order (q, k, v), for which ``qkv_weight_interleaved=False`` must be given: the interleaved order is not supported yet.
+    * ``fuse_qkv_params``: False keeps ``query_weight``, ``key_weight``, ``value_weight`` apart; True makes one ``weight``. Its rows then go
+      head by head, each q, k, v (``qkv_weight_interleaved``; not yet with fewer groups than heads, nor across), or all of q, then k, then
+      v.
     * ``init_method``, ``output_layer_init_method``: for the projections in and out.
     * ``return_bias``: proj's bias is returned, not added. ``return_layernorm_output``: also return norm(x).
     * ``rotary_pos_interleaved``: how ``rotary_pos_emb`` pairs features, see ``RotaryPositionEmbedding``.
@@ -48,25 +45,26 @@ class MultiheadAttention(Module):
 
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None, attention_dropout: float = 0.1,
                  layernorm_epsilon: float = 1e-5, init_method: Init | None = None, output_layer_init_method: Init | None = None,
-                 layer_number: int | None = None, attn_mask_type: str = "causal", num_gqa_groups: int | None = None,
+                 layer_number: int | None = None, attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
+                 bottom_right_diagonal: bool | None = None, *, num_gqa_groups: int | None = None,
                  params_dtype: Any = None, return_bias: bool = False, return_layernorm_output: bool = False, input_layernorm: bool = False,
                  attention_type: str = "self", fuse_qkv_params: bool = False, zero_centered_gamma: bool = False,
                  qkv_weight_interleaved: bool = True, bias: bool = True, normalization: str = "LayerNorm", device: Any = None,
-                 qkv_format: str = "sbhd", name: str | None = None, window_size: tuple[int, int] | None = None,
-                 bottom_right_diagonal: bool | None = None, rotary_pos_interleaved: bool = False, softmax_type: str = "vanilla",
+                 qkv_format: str = "sbhd", name: str | None = None, rotary_pos_interleaved: bool = False, softmax_type: str = "vanilla",
                  **other: Any) -> None:
         op = "MultiheadAttention"
-        later(op, MHA_LATER, other)
+        later(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
-        if fuse_qkv_params:
-            not_yet(op, {"qkv_weight_interleaved": (qkv_weight_interleaved, False)})
         if kv_channels is None and hidden_size % num_attention_heads:
             raise Fp8kitError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels given"))
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.core_attention = core = DotProductAttention(
-            num_attention_heads, channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, layer_number,
-            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal, attention_type=attention_type, softmax_type=softmax_type,
+            num_attention_heads, channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, window_size,
+            bottom_right_diagonal, layer_number=layer_number, attention_type=attention_type, softmax_type=softmax_type,
             device=device)
+        self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)  # weights kept apart are always joined as q, k, v
+        if self._interleaved and (core.num_gqa_groups != num_attention_heads or attention_type == "cross"):
+            not_yet(op, {"qkv_weight_interleaved": (qkv_weight_interleaved, False)})
         q, kv = num_attention_heads * channels, core.num_gqa_groups * channels
         split = {"query": q, "key": kv, "value": kv}
         shared: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
@@ -76,14 +74,16 @@ class MultiheadAttention(Module):
         if self.return_layernorm_output and not self.input_layernorm:
             raise Fp8kitError(expected(op, "return_layernorm_output", True, "input_layernorm=True beside it"))
 
-        def plain(*parts: str) -> Linear:
+        def sized(parts: tuple[str, ...]) -> dict[str, Any]:
             sizes = {part: split[part] for part in parts}
-            return Linear(hidden_size, sum(sizes.values()), init_method, parameters_split=None if fuse_qkv_params else sizes, **shared)
+            return {"out_features": sum(sizes.values()), "init_method": init_method, "parameters_split": None if fuse_qkv_params else sizes}
+
+        def plain(*parts: str) -> Linear:
+            return Linear(hidden_size, **sized(parts), **shared)
 
         def normed(*parts: str) -> LayerNormLinear:
-            sizes = {part: split[part] for part in parts}
-            return LayerNormLinear(hidden_size, sum(sizes.values()), layernorm_epsilon, init_method, normalization=normalization,
-                                   parameters_split=None if fuse_qkv_params else sizes, zero_centered_gamma=zero_centered_gamma, **shared)
+            return LayerNormLinear(hidden_size, eps=layernorm_epsilon, normalization=normalization,
+                                   zero_centered_gamma=zero_centered_gamma, **sized(parts), **shared)
 
         cross = attention_type == "cross"
         self.key_value: Linear | None = None
@@ -92,9 +92,9 @@ class MultiheadAttention(Module):
         setattr(self, self._first, (normed if self.input_layernorm else plain)(*(("query",) if cross else ("query", "key", "value"))))
         if cross:
             self.key_value = plain("key", "value")
-        self.proj = Linear(q, hidden_size, output_layer_init_method, **shared)
+        self.proj = Linear(q, hidden_size, init_method=output_layer_init_method, **shared)
 
-    def forward(self, hidden_states: Any, attention_mask: Any = None, encoder_output: Any = None, attn_mask_type: str | None = None,
+    def forward(self, hidden_states: Any, attention_mask: Any = None, encoder_output: Any = None, attn_mask_type: str | None = None, *,
                 is_first_microbatch: bool | None = None, rotary_pos_emb: Any = None, **other: Any) -> Any:
         """Attend.
 
@@ -107,7 +107,7 @@ class MultiheadAttention(Module):
         """
         op = "MultiheadAttention"
         options = {name: other.pop(name) for name in CORE_OPTIONS if name in other}
-        later(op, MHA_CALL_LATER, other)
+        later(op, FORWARD[op], other)
         x = as_tensor(op, "hidden_states", hidden_states)
         bias = "add" if self.proj.use_bias and not self.return_bias else "none"
         options |= {"attention_mask": attention_mask, "attn_mask_type": attn_mask_type}
@@ -144,7 +144,7 @@ class MultiheadAttention(Module):
             layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
         if rotary_pos_emb is not None:
             layers = self._turned(layers, rotary_pos_emb, options)
-        o = self.core_attention(**layers, **options)
+        o = self.core_attention(**layers, qkv_interleave_dim=-2 if self._interleaved else -3, **options)
         return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}
 
     def _turned(self, layers: Mapping[str, Tensor], rotary_pos_emb: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -169,6 +169,6 @@ class MultiheadAttention(Module):
                 starts = options.get(f"cu_seqlens_{side}") if starts is None else starts
                 if starts is not None:
                     inputs["cu_seqlens"] = arrays.to(as_tensor(op, f"cu_seqlens_{side}", starts).view, layer.device)
-            spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved)
+            spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved)
             found[name] = apply(rope, spec, inputs)["y"]
         return found

@@ -15,25 +15,12 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.formats import float32
 from fp8kit.nn import random
-from fp8kit.nn.module import Module, as_tensor, make_parameter, not_yet, positive, resolve
+from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
+from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 
-# arguments of Transformer Engine that have one supported value so far
-_LATER = {"return_max_logit": False}
-CALL_LATER: dict[str, Any] = {
-    "checkpoint_core_attention": False, "inference_params": None, "fp8_output": False, "bf16_backward": False, "num_splits": 1,
-    "score_mod": None, "score_mod_bprop": None, "score_mod_tensors": None, "score_mod_bprop_tensors": None, "qkv_interleave_dim": -3,
-}  # fmt: skip
 _ALIASES = ("padding,causal", "causal,padding")
-
-
-def later(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not in ``table`` (TypeError), or whose value is not the supported one (Fp8kitError, "yet")."""
-    for name in given:
-        if name not in table:
-            raise TypeError(f"{operation}: unexpected argument {name!r}")
-    not_yet(operation, {name: (value, table[name]) for name, value in given.items()})
 
 
 def one_of(operation: str, argument: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -72,16 +59,16 @@ class DotProductAttention(Module):
       exp(softmax_offset[h]) does, a float32 parameter (h,) that starts at 0. ``device``: where that lies.
     * ``layer_number``, ``name``: kept, for the user.
 
-    Other arguments of Transformer Engine's class that concern one device are refused unless at their defaults.
+    ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit.nn.later``).
     """
 
     def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None,
                  attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
-                 layer_number: int | None = None, softmax_scale: float | None = None, name: str | None = None,
-                 window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, attention_type: str = "self",
-                 softmax_type: str = "vanilla", device: Any = None, **other: Any) -> None:
+                 window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, *,
+                 layer_number: int | None = None, attention_type: str = "self", softmax_scale: float | None = None,
+                 softmax_type: str = "vanilla", name: str | None = None, device: Any = None, **other: Any) -> None:
         op = "DotProductAttention"
-        later(op, _LATER, other)
+        later(op, CONSTRUCTOR[op], other)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         channels, channels_v = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         positive(op, num_attention_heads=num_attention_heads, kv_channels=channels, num_gqa_groups=groups)
@@ -106,14 +93,15 @@ class DotProductAttention(Module):
     def forward(self, query_layer: Any = None, key_layer: Any = None, value_layer: Any = None, attention_mask: Any = None,
                 qkv_format: str | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
                 cu_seqlens_kv_padded: Any = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
-                attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+                attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, *,
                 core_attention_bias_type: str = "no_bias", core_attention_bias: Any = None, alibi_slopes: Any = None,
                 fast_zero_fill: bool = True, pad_between_seqs: bool | None = None, qkv_layer: Any = None, kv_layer: Any = None,
-                **other: Any) -> Tensor:
+                qkv_interleave_dim: int = -3, **other: Any) -> Tensor:
         """Attend. Arguments that have a twin in the constructor override it.
 
         * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v); with "bshd" b comes first,
-          with "thd" t stands for s and b. Or ``kv_layer`` (s_kv, b, g (d + d_v)): k's features, then v's. Or ``qkv_layer``: q's too.
+          with "thd" t stands for s and b. Or ``kv_layer`` (s_kv, b, g (d + d_v)): k's features, then v's. Or ``qkv_layer``: q's too
+          (``qkv_interleave_dim`` -3), or head after head, each q, k, v (-2; only where g = h).
         * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, for padding masks; with "thd"
           ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` say where the sequences start, if there are gaps (``pad_between_seqs``).
         * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device, and rounds up to 64.
@@ -126,11 +114,15 @@ class DotProductAttention(Module):
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
         op = "DotProductAttention"
-        later(op, CALL_LATER, other)
+        later(op, FORWARD[op], other)
         form = self.qkv_format if qkv_format is None else one_of(op, "qkv_format", qkv_format, FORMATS)
         mask = self.attn_mask_type if attn_mask_type is None else one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
         bias = one_of(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
+        if qkv_interleave_dim not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
+            raise Fp8kitError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
+        if qkv_interleave_dim == -2 and layout == "qkv":
+            layout = "qkv_interleaved"
         first = next(iter(inputs.values()))
         device = first.device
         arrays_beside = {

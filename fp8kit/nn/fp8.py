@@ -17,6 +17,7 @@ from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, expected
 from fp8kit.formats import float32
+from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
 from fp8kit.nn.scaling import BACKWARD_SLOTS, FIELDS, FORWARD_SLOTS, ScalingState, update
 from fp8kit.ops.linear import LinearSpec, weight_cast
@@ -35,6 +36,10 @@ class _Ticket(NamedTuple):
     recipe: Recipe
     state: ScalingState
 
+    def discard(self) -> None:
+        """The backward pass failed: what it recorded is dropped."""
+        self.state.drop()
+
 
 class _Wiring(NamedTuple):
     """How a layer's state hangs on its operation under one recipe."""
@@ -42,6 +47,7 @@ class _Wiring(NamedTuple):
     recipe: Recipe
     scales: dict[str, ArrayView]  # inputs
     given: dict[str, ArrayView]  # amax outputs: row 0 of the histories
+    given_again: dict[str, ArrayView]  # those of the gradients alone
     late: dict[str, ArrayView]  # the gradients' scales, read at backward time
     finish: tuple[Callable[[list[Any]], None], _Ticket]
 
@@ -112,9 +118,13 @@ class Fp8Module(Module):
         state = current()
         if state is None or not (state.enabled or state.calibrating):
             return apply(self.operation, self._spec(None, False, bias, options), inputs)
-        recipe, training = state.recipe, is_grad_enabled()
+        recipe, training = state.recipe, is_grad_enabled() or recompute.first()
         fp8 = fp8_from_recipe(recipe)
+        kept = recompute.recall(self)
+        if kept is not None:
+            return self._run_again(kept, inputs, recipe if state.enabled else None, fp8, bias, options)
         if not state.enabled:
+            recompute.keep(self, _NONE, None)
             return self._run_calibrating(inputs, recipe, training, bias, options)
         given, late, finish = _NONE, _NONE, None
         scales: dict[str, ArrayView] = _NONE
@@ -125,10 +135,24 @@ class Fp8Module(Module):
             if record:  # inference leaves no trace in the history
                 given, late, finish = wiring.given, wiring.late, wiring.finish
                 touch_forward(self.fp8_meta["scaling_fwd"], wiring.recipe, training)
-        if is_first_microbatch is not None:
-            inputs = inputs | self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
+        cached = None if is_first_microbatch is None else self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
+        recompute.keep(self, scales, cached)
+        inputs = inputs if cached is None else inputs | cached
         spec = self._spec(fp8, is_first_microbatch is not None, bias, options)
         return apply(self.operation, spec, {**inputs, **scales}, given, late, finish)
+
+    def _run_again(self, kept: recompute.Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
+                   options: dict[str, Any]) -> dict[str, Tensor]:
+        """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of gradients only are recorded.
+        ``recipe`` None is high precision."""
+        if recipe is None:
+            return apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs)
+        given, late, finish = _NONE, _NONE, None
+        if recipe.delayed():
+            wiring = self._wire(recipe, True)
+            given, late, finish = wiring.given_again, wiring.late, wiring.finish
+        spec = self._spec(fp8, kept.weights is not None, bias, options)
+        return apply(self.operation, spec, {**inputs, **(kept.weights or {}), **kept.scales}, given, late, finish)
 
     def _run_calibrating(self, inputs: Inputs, recipe: Recipe, training: bool, bias: str, options: dict[str, Any]) -> dict[str, Tensor]:
         """In high precision; the amaxes that FP8 would have seen are recorded."""
@@ -178,7 +202,8 @@ class Fp8Module(Module):
             scales |= {f"{prefix}x_scale": forward.scales[x], f"{prefix}w_scale": forward.scales[x + 1]}
             given |= {f"{prefix}x_amax": forward.amaxes[x], f"{prefix}w_amax": forward.amaxes[x + 1], f"{prefix}g_amax": backward.amaxes[g]}
             late[f"{prefix}g_scale"] = backward.scales[g]
-        self._wiring = _Wiring(recipe, scales, given, late, (commit_backward, _Ticket(recipe, backward)))
+        again = {name: view for name, view in given.items() if name.endswith("g_amax")}
+        self._wiring = _Wiring(recipe, scales, given, again, late, (commit_backward, _Ticket(recipe, backward)))
         return self._wiring
 
     # --- the weight cache ---------------------------------------------------------------------------------------------
@@ -199,7 +224,7 @@ class Fp8Module(Module):
                     if found is None:
                         found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
                     out = apply(weight_cast, found[0], own, given)
-                    made |= {name: out[name].view for name in (f"{prefix}w_q", f"{prefix}w_qt", f"{prefix}w_scale_inv")}
+                    made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
             cache = self._weights = _WeightCache(fp8, made)
         return dict(cache.arrays)
 
@@ -230,9 +255,12 @@ class Fp8Module(Module):
 
         def take() -> None:
             self.fp8_meta = made
-            self._wiring = self._weights = None
+            self._wiring = None
 
         return take
+
+    def forget(self) -> None:
+        self._weights = None
 
 
 def amax_of(view: ArrayView, amax: ArrayView) -> None:

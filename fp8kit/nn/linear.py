@@ -10,7 +10,8 @@ from fp8kit.autograd import Tensor
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import DType
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
-from fp8kit.nn.module import Parameter, as_tensor, make_parameter, not_yet, positive, resolve
+from fp8kit.nn.later import CONSTRUCTOR, later, not_yet
+from fp8kit.nn.module import Parameter, as_tensor, make_parameter, positive, resolve
 from fp8kit.nn.random import Init, normal_init
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.product import ProductSpec
@@ -83,16 +84,18 @@ class Linear(LinearBase):
     * ``bias``: whether there is one. ``return_bias``: return (y without bias, bias) instead.
     * ``params_dtype``: float32 (None), bfloat16 or float16; inputs have the same. ``device``: None is the default device.
     * ``parameters_split``: names, or names -> sizes, of parameters that W is split into along N: "query" gives ``query_weight``.
-    * ``name``: kept, for the user.
+    * ``name``: kept, for the user. ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit.nn.later``).
 
     x: (..., K); y: (..., N) in x's dtype. Under ``autocast`` the three GEMMs run in FP8 (any sizes; multiples of 16 need no padding).
     """
 
     operation = linear
 
-    def __init__(self, in_features: int, out_features: int, init_method: Init | None = None, bias: bool = True, return_bias: bool = False,
-                 params_dtype: Any = None, parameters_split: Any = None, device: Any = None, name: str | None = None) -> None:
+    def __init__(self, in_features: int, out_features: int, *, init_method: Init | None = None, bias: bool = True,
+                 return_bias: bool = False, params_dtype: Any = None, parameters_split: Any = None, device: Any = None,
+                 name: str | None = None, **other: Any) -> None:
         super().__init__()
+        later("Linear", CONSTRUCTOR["Linear"], other)
         dtype, where = resolve("Linear", params_dtype, device)
         self._make_parameters(in_features, out_features, bias, return_bias, parameters_split, init_method, dtype, where, name)
 

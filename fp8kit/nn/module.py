@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp8kit import arrays, checkpoint, formats
+from fp8kit import arrays, formats, serialization
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -30,12 +30,6 @@ class Parameter(Tensor):
     def __init__(self, view: ArrayView) -> None:
         super().__init__(view, requires_grad=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        own = arrays.empty(self.shape, self.dtype, self.device)
-        arrays.copy(own, self.view)
-        memo[id(self)] = copied = type(self)(own)
-        return copied
-
     def __repr__(self) -> str:
         return f"fp8kit.nn.Parameter({self.shape}, {self.dtype.name}, {self.device})"
 
@@ -51,6 +45,12 @@ class Module:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.forward(*inputs, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(vars(self).get(name), Parameter) and not (value is None or isinstance(value, Parameter)):
+            wanted = "a Parameter; load_state_dict copies values into it"
+            raise FormatError(expected(type(self).__name__, name, type(value).__name__, wanted))
+        object.__setattr__(self, name, value)
 
     # --- the tree -----------------------------------------------------------------------------------------------------
 
@@ -133,6 +133,9 @@ class Module:
             raise CheckpointError(f"unexpected: {', '.join(state)}")
         return lambda: None
 
+    def forget(self) -> None:
+        """Drop what this one module derived from its parameters; called when other values are loaded into them."""
+
     def state_dict(self) -> dict[str, ArrayView]:
         """Parameters, buffers and FP8 state by path; views of the module's own memory."""
         state = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
@@ -148,6 +151,10 @@ class Module:
         without FP8 state in ``state`` loses its own, as it was when it was saved. Otherwise what is missing stays as it is. Raises
         CheckpointError that names what is missing, unexpected, or of another shape or dtype.
         """
+        self.check_state_dict(state, strict)()
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
         if not isinstance(state, Mapping):
             raise CheckpointError(expected("load_state_dict", "state", type(state).__name__, "a mapping of names to arrays"))
         own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
@@ -160,7 +167,7 @@ class Module:
                 extra.setdefault(path.removesuffix("."), {})[rest] = arrays.as_view(array)
             else:
                 plain[name] = array
-        found = checkpoint.check(own, plain, strict)
+        found = serialization.check(own, plain, strict)
         takers = []
         for path, module in modules.items():
             if strict or path in extra:
@@ -168,10 +175,18 @@ class Module:
                     takers.append(module.check_extra_state(extra.get(path, {})))
                 except CheckpointError as error:
                     raise CheckpointError(f"load: {path + '.' if path else ''}{EXTRA.removesuffix('.')}: {error}") from None
-        for name, view in found.items():
-            arrays.copy(own[name], arrays.contiguous(view))
-        for take in takers:
-            take()
+
+        def take_all() -> None:
+            for name, view in found.items():
+                arrays.copy(own[name], arrays.contiguous(view))
+            for parameter in self.parameters():
+                parameter.version().count += 1
+            for take in takers:
+                take()
+            for module in modules.values():
+                module.forget()
+
+        return take_all
 
     def __repr__(self) -> str:
         inner = [f"  ({name}): " + repr(child).replace("\n", "\n  ") for name, child in self.children()]
@@ -227,13 +242,6 @@ def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
         return Tensor(arrays.as_view(value))
     except FormatError as error:
         raise FormatError(expected(operation, argument, type(value).__name__, f"a Tensor or an array ({error})")) from None
-
-
-def not_yet(operation: str, only: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuse arguments, name -> (value, what is supported), that have another value. Fp8kitError."""
-    for name, (value, supported) in only.items():
-        if value is not supported and value != supported:
-            raise Fp8kitError(expected(operation, name, repr(value), f"{supported!r}: nothing else is supported yet"))
 
 
 def positive(operation: str, **sizes: int) -> None:

@@ -10,6 +10,7 @@ from fp8kit.arrays import Device
 from fp8kit.autograd import apply
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import DType
+from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, Parameter, as_tensor, make_parameter, positive, resolve
 from fp8kit.ops.norm import NormSpec, norm
 
@@ -23,9 +24,10 @@ def norm_parameters(spec: NormSpec, dtype: DType, where: Device) -> tuple[Parame
 class _Norm(Module):
     normalization = ""
 
-    def __init__(self, normalized_shape: int | Sequence[int] | None = None, eps: float = 1e-5, params_dtype: Any = None,
-                 zero_centered_gamma: bool = False, hidden_size: int | None = None, device: Any = None) -> None:
+    def __init__(self, normalized_shape: int | Sequence[int] | None = None, eps: float = 1e-5, *, params_dtype: Any = None,
+                 zero_centered_gamma: bool = False, hidden_size: int | None = None, device: Any = None, **other: Any) -> None:
         operation = type(self).__name__
+        later(operation, CONSTRUCTOR[self.normalization], other)
         if (normalized_shape is None) == (hidden_size is None):
             raise Fp8kitError(expected(operation, "normalized_shape", normalized_shape, "exactly one of normalized_shape and hidden_size"))
         shape = arrays.as_sizes(hidden_size if normalized_shape is None else normalized_shape)  # type: ignore[arg-type]

@@ -8,8 +8,9 @@ from typing import Any
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.nn.fp8 import Inputs, amax_of
+from fp8kit.nn.later import CONSTRUCTOR, later, not_yet
 from fp8kit.nn.linear import LinearBase
-from fp8kit.nn.module import as_tensor, not_yet, positive, resolve
+from fp8kit.nn.module import as_tensor, positive, resolve
 from fp8kit.nn.norm import norm_parameters
 from fp8kit.nn.random import Init
 from fp8kit.ops.norm import NormSpec
@@ -28,11 +29,12 @@ class LayerNormLinear(LinearBase):
     operation = norm_linear
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
-    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, init_method: Init | None = None, bias: bool = True,
+    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, *, init_method: Init | None = None, bias: bool = True,
                  normalization: str = "LayerNorm", return_bias: bool = False, params_dtype: Any = None,
                  return_layernorm_output: bool = False, parameters_split: Any = None, zero_centered_gamma: bool = False,
-                 device: Any = None, name: str | None = None) -> None:
+                 device: Any = None, name: str | None = None, **other: Any) -> None:
         super().__init__()
+        later("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], other)
         positive("LayerNormLinear", in_features=in_features)
         dtype, where = resolve("LayerNormLinear", params_dtype, device)
         self._norm = NormSpec(int(in_features), normalization, float(eps), bool(zero_centered_gamma))

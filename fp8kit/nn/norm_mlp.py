@@ -12,9 +12,11 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import uint8
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
-from fp8kit.nn.module import Parameter, as_tensor, make_parameter, not_yet, positive, resolve
+from fp8kit.nn.later import CONSTRUCTOR, later
+from fp8kit.nn.module import Parameter, as_tensor, make_parameter, positive, resolve
 from fp8kit.nn.norm import norm_parameters
 from fp8kit.nn.random import Init, normal_init
+from fp8kit.nn.recompute import checkpoint
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import ACTIVATIONS, NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
@@ -28,6 +30,7 @@ class LayerNormMLP(Fp8Module):
       ``fc1_bias`` (F,), ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with "swiglu" fc1 has 2 F rows: the gate's half first.
     * ``activation``: "gelu" (tanh form), "relu", "silu" or "swiglu".
     * ``init_method``, ``output_layer_init_method``: for fc1's and fc2's weight; None is normal(0, 0.023).
+    * ``checkpoint``: only the input is kept for backward, which computes the rest once more: the same bits, less memory.
     * ``return_bias``: fc2's bias is returned, not added. ``return_layernorm_output``: also return norm(x). Others as ``LayerNormLinear``.
     """
 
@@ -35,19 +38,19 @@ class LayerNormMLP(Fp8Module):
     operation = norm_mlp
     calibration_options = {"return_norm": True}  # noqa: RUF012
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, return_bias: bool = False,
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, return_bias: bool = False,
                  init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
-                 activation_params: Any = None, output_layer_init_method: Init | None = None, params_dtype: Any = None,
-                 return_layernorm_output: bool = False, zero_centered_gamma: bool = False, device: Any = None, name: str | None = None,
-                 checkpoint: bool = False) -> None:
+                 output_layer_init_method: Init | None = None, params_dtype: Any = None, return_layernorm_output: bool = False,
+                 zero_centered_gamma: bool = False, device: Any = None, name: str | None = None, checkpoint: bool = False,
+                 **other: Any) -> None:
         super().__init__()
+        later("LayerNormMLP", CONSTRUCTOR["LayerNormMLP"], other)
         positive("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        not_yet("LayerNormMLP", {"activation_params": (activation_params, None), "checkpoint": (checkpoint, False)})
         if activation not in ACTIVATIONS:
             raise Fp8kitError(expected("LayerNormMLP", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}; no other yet"))
         dtype, where = resolve("LayerNormMLP", params_dtype, device)
         self.hidden_size, self.ffn_hidden_size, self.name = int(hidden_size), int(ffn_hidden_size), name
-        self.activation, self.use_bias = activation, bool(bias)
+        self.activation, self.use_bias, self.checkpoint = activation, bool(bias), bool(checkpoint)
         self.return_bias, self.return_layernorm_output = bool(return_bias), bool(return_layernorm_output)
         self._norm = NormSpec(self.hidden_size, normalization, float(eps), bool(zero_centered_gamma))
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(self._norm, dtype, where)
@@ -103,4 +106,9 @@ class LayerNormMLP(Fp8Module):
             "x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, "fc1_weight0": self.fc1_weight,
             "fc1_bias0": self.fc1_bias, "fc2_weight0": self.fc2_weight, "fc2_bias0": None if bias == "none" else self.fc2_bias,
         }
-        return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)
+
+        def results(inputs: Inputs) -> dict[str, Tensor]:
+            out = self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)
+            return {name: out[name] for name in ("y", "residual", "normed") if name in out}
+
+        return checkpoint(results, inputs) if self.checkpoint else results(inputs)

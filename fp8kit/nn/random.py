@@ -6,7 +6,8 @@ each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,33 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         where = arrays.device(name.removeprefix(_DEVICE_PREFIX))
         new.devices[where] = arrays.to(arrays.as_view(np.array(state[name], np.int64)), where)
     _state = new
+
+
+class snapshot:
+    """The present state, to be drawn from once more: ``with snapshot.again():`` any number of times; the state goes on as if nothing was
+    drawn there. Copies on the devices, waits for none of them."""
+
+    def __init__(self) -> None:
+        self._kept = _copied(_state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw from a copy of the kept state for a block."""
+        global _state
+        before, _state = _state, _copied(self._kept)
+        try:
+            yield
+        finally:
+            _state = before
+
+
+def _copied(state: _State) -> _State:
+    own = _State(state.seed)
+    own.host.bit_generator.state = state.host.bit_generator.state
+    for device, view in state.devices.items():
+        own.devices[device] = arrays.empty(view.shape, view.dtype, device)
+        arrays.copy(own.devices[device], view)
+    return own
 
 
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:

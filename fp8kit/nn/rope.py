@@ -11,7 +11,8 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, ShapeError, expected
-from fp8kit.nn.module import Module, as_tensor, not_yet, positive, resolve
+from fp8kit.nn.later import not_yet
+from fp8kit.nn.module import Module, as_tensor, positive, resolve
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.rope import RopeSpec, rope
 
@@ -28,7 +29,7 @@ class RotaryPositionEmbedding(Module):
 
     def __init__(self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: int | None = None,
                  pretrained_max_position_embeddings: int | None = None, rotary_base: float = 10000.0, interleaved: bool = False,
-                 device: Any = None) -> None:
+                 *, device: Any = None) -> None:
         op = "RotaryPositionEmbedding"
         positive(op, dim=dim)
         if not 0 < rotary_percent <= 1:
@@ -67,9 +68,9 @@ class RotaryPositionEmbedding(Module):
 
 
 @lru_cache(maxsize=1024)
-def rope_spec(segments: tuple[tuple[int, int, str], ...], qkv_format: str, interleaved: bool) -> RopeSpec:
+def rope_spec(segments: tuple[tuple[int, int, str], ...], qkv_format: str, interleaved: bool, alternating: bool = False) -> RopeSpec:
     """The same object for the same arguments: plans are found by a spec's identity."""
-    return RopeSpec(segments, qkv_format, interleaved)
+    return RopeSpec(segments, qkv_format, interleaved, alternating)
 
 
 def angles(operation: str, argument: str, freqs: Any) -> ArrayView:

@@ -56,6 +56,7 @@ class ScalingState:
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalingState:
+        """The same values in memory of their own."""
         return ScalingState.of([self.views[field] for field in FIELDS], self.device)
 
     @property
@@ -110,9 +111,10 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float) -> No
     """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call; a recipe's callables run on the host."""
     if not isinstance(recipe, DelayedScaling) or not states:
         return
-    if recipe.host_update:
-        for state in states:
-            _update_on_host(recipe, state, fp8_max)
+    if recipe.host_update:  # all answers first: a callable that raises leaves every state as it was
+        for state, updated in [(state, _updated_on_host(recipe, state, fp8_max)) for state in states]:
+            for field, array in updated.items():
+                arrays.copy(state.views[field], arrays.as_view(array))
         return
     for device in dict.fromkeys(state.device for state in states):
         own = [state for state in states if state.device == device]
@@ -123,8 +125,8 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float) -> No
         )
 
 
-def _update_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> None:
-    """The update with user callables, on NumPy copies. Same rule as the kernel for tensors that were not used."""
+def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
+    """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were not used."""
     history, scale, scale_inv = (state.views[f].numpy().copy() for f in ("amax_history", "scale", "scale_inv"))
     algo = recipe.amax_compute_algo
     if callable(algo):
@@ -144,8 +146,7 @@ def _update_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float)
     if len(history) > 1:
         rolled[-1] = history[0]
     history[:, used] = rolled[:, used]
-    for field, array in (("amax_history", history), ("scale", scale), ("scale_inv", scale_inv)):
-        arrays.copy(state.views[field], arrays.as_view(array))
+    return {"amax_history": history, "scale": scale, "scale_inv": scale_inv}
 
 
 def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int) -> HostArray:

@@ -8,18 +8,16 @@ from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.nn import random
-from fp8kit.nn.attention import CORE_OPTIONS, MHA_CALL_LATER, MHA_LATER, MultiheadAttention, later
+from fp8kit.nn.attention import CORE_OPTIONS, MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec
-from fp8kit.nn.module import Module, as_tensor, not_yet, positive
+from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later, not_yet
+from fp8kit.nn.module import Module, as_tensor, positive
 from fp8kit.nn.norm import LayerNorm, RMSNorm
 from fp8kit.nn.norm_mlp import LayerNormMLP
 from fp8kit.nn.random import Init
 from fp8kit.ops.dropout_add import dropout_add
 
-_LATER = MHA_LATER | {"parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0, "activation_params": None}
-_CORE_OPTIONS = tuple(name for name in CORE_OPTIONS if name != "attn_mask_type")
-_CALL_LATER = MHA_CALL_LATER | {"encoder_output": None, "enc_dec_attn_mask": None, "enc_dec_attn_mask_type": None,
-                                "enc_dec_window_size": None, "enc_dec_bottom_right_diagonal": None}
+_CORE_OPTIONS = tuple(name for name in CORE_OPTIONS if name not in ("attention_mask", "attn_mask_type"))
 
 
 class TransformerLayer(Module):
@@ -42,14 +40,14 @@ class TransformerLayer(Module):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
                  layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
                  init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
-                 kv_channels: int | None = None, self_attn_mask_type: str = "causal", params_dtype: Any = None,
+                 kv_channels: int | None = None, self_attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
+                 bottom_right_diagonal: bool | None = None, *, params_dtype: Any = None,
                  apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False, fuse_qkv_params: bool = False,
                  zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, bias: bool = True, activation: str = "gelu",
                  normalization: str = "LayerNorm", device: Any = None, attn_input_format: str = "sbhd", name: str | None = None,
-                 window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
                  rotary_pos_interleaved: bool = False, softmax_type: str = "vanilla", **other: Any) -> None:
         op = "TransformerLayer"
-        later(op, _LATER, other)
+        later(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
         if not 0 <= hidden_dropout < 1:
             raise Fp8kitError(expected(op, "hidden_dropout", hidden_dropout, "a probability in [0, 1)"))
@@ -62,19 +60,19 @@ class TransformerLayer(Module):
                                   "params_dtype": params_dtype, "device": device}
         self.self_attention = MultiheadAttention(
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method, output_layer_init_method,
-            layer_number, self_attn_mask_type, num_gqa_groups, input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params,
-            qkv_weight_interleaved=qkv_weight_interleaved, qkv_format=attn_input_format, return_bias=True,
-            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal, rotary_pos_interleaved=rotary_pos_interleaved,
-            softmax_type=softmax_type, **shared)
+            layer_number, self_attn_mask_type, window_size, bottom_right_diagonal, num_gqa_groups=num_gqa_groups,
+            input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved,
+            qkv_format=attn_input_format, return_bias=True, rotary_pos_interleaved=rotary_pos_interleaved, softmax_type=softmax_type, **shared)
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, layernorm_epsilon, True, init_method, activation=activation,
+            hidden_size, ffn_hidden_size, layernorm_epsilon, return_bias=True, init_method=init_method, activation=activation,
             output_layer_init_method=output_layer_init_method, **shared)
         self.layernorm: Module | None = None
         if output_layernorm:
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            self.layernorm = kind(hidden_size, layernorm_epsilon, params_dtype, zero_centered_gamma, device=device)
+            self.layernorm = kind(hidden_size, layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
+                                  device=device)
 
-    def forward(self, hidden_states: Any, attention_mask: Any = None, self_attn_mask_type: str | None = None,
+    def forward(self, hidden_states: Any, attention_mask: Any = None, self_attn_mask_type: str | None = None, *,
                 is_first_microbatch: bool | None = None, rotary_pos_emb: Any = None, **other: Any) -> Tensor:
         """``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd". ``self_attn_mask_type`` overrides the constructor's;
         ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q`` and the other options of the attention: as ``MultiheadAttention.forward``.
@@ -82,7 +80,7 @@ class TransformerLayer(Module):
         """
         options = {name: other.pop(name) for name in _CORE_OPTIONS if name in other}
         options |= {"attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type}
-        later("TransformerLayer", _CALL_LATER, other)
+        later("TransformerLayer", FORWARD["TransformerLayer"], other)
         x = as_tensor("TransformerLayer", "hidden_states", hidden_states)
         post = self.apply_residual_connection_post_layernorm
         wanted = {"residual": not post, "return_norm": post}

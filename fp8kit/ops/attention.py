@@ -218,8 +218,9 @@ def _dense(spec: AttentionSpec, metas: Metas) -> Dense:
         shapes[name] = (*leading, width)
         for part in letters:
             shape = (*leading, spec.heads(part), spec.features(part))
-            parts[part] = Part(name, shape, (leading[1] * width, width, spec.features(part), 1), offset)
-            offset += spec.width(part)
+            head = sum(spec.features(other) for other in letters) if spec.interleaved else spec.features(part)  # from head to head
+            parts[part] = Part(name, shape, (leading[1] * width, width, head, 1), offset)
+            offset += spec.features(part) if spec.interleaved else spec.width(part)
     return Dense(inner, shapes, parts, (*parts["q"].shape[:2], spec.num_heads * spec.head_dim_v))
 
 
@@ -255,7 +256,7 @@ def _check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     lengths = _meta(metas, "cu_seqlens_q").shape
     if len(lengths) != 1 or lengths[0] < 2:
         raise ShapeError(expected("attention", "cu_seqlens_q", f"shape {lengths}", "(batch + 1,)"))
-    if spec.layout == "qkv" and spec.max_seqlen_q != spec.max_seqlen_kv:
+    if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
         raise ShapeError(expected("attention", "max_seqlen_kv", spec.max_seqlen_kv, f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv"))
     return kind
 

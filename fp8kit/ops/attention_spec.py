@@ -14,6 +14,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "separate": {"q": "q", "k": "k", "v": "v"},
     "q_kv": {"q": "q", "kv": "kv"},
     "qkv": {"qkv": "qkv"},
+    "qkv_interleaved": {"qkv": "qkv"},
 }
 FORMATS = ("sbhd", "bshd", "thd")
 MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
@@ -42,7 +43,8 @@ class AttentionSpec:
     * ``bias``: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi". ``softmax_type``: "vanilla", "off-by-one", "learnable".
     * ``dropout``: probability of dropping an attention weight, in [0, 1). ``deterministic``: backward gives the same bits every time.
     * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A packed input holds its parts one
-      after the other in the last dimension: [h * d of q | g * d of k | g * d_v of v].
+      after the other in the last dimension: [h * d of q | g * d of k | g * d_v of v]. "qkv_interleaved": one input qkv, head after head,
+      each [d of q | d of k | d_v of v]; only where g = h.
     """
 
     num_heads: int
@@ -112,6 +114,11 @@ class AttentionSpec:
         return self.mask == "arbitrary"
 
     @property
+    def interleaved(self) -> bool:
+        """Whether the parts of the packed input alternate from head to head."""
+        return self.layout == "qkv_interleaved"
+
+    @property
     def biased(self) -> bool:
         """Whether a bias array comes."""
         return self.bias in ("pre_scale_bias", "post_scale_bias")
@@ -136,6 +143,7 @@ def check(spec: AttentionSpec) -> None:
     want("qkv_format", spec.qkv_format in FORMATS, f"one of {', '.join(FORMATS)}")
     want("mask", spec.mask in MASKS, f"one of {', '.join(MASKS)}")
     want("layout", spec.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}")
+    want("layout", not spec.interleaved or spec.num_gqa_groups == spec.num_heads, f"one with {spec.num_gqa_groups} groups of heads")
     want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
     want("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
     want("bias", spec.bias in BIASES, f"one of {', '.join(BIASES)}")

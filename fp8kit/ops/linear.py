@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fp8kit.formats import float32, uint8
-from fp8kit.ops.product import SLOT, Product, ProductSpec, row_count, want_rows
+from fp8kit.formats import uint8
+from fp8kit.ops.product import Product, ProductSpec, row_count, want_rows
+from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -21,7 +22,7 @@ class Linear(Operation):
     """y = x W^T + b.
 
     Inputs: x h (..., in); weight0.. (out_i, in) or (in, out_i); bias0.. (out_i,); x_scale, w_scale float32 [1] (delayed scaling);
-    with a cached weight w_q, w_qt, w_scale_inv. Outputs: y h (..., out); x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*,
+    with a cached weight ``weight_cast``'s outputs. Outputs: y h (..., out); x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*,
     and g_amax; backward reads g_scale.
     """
 
@@ -29,7 +30,7 @@ class Linear(Operation):
 
     def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
         x = want_rows(self.name, "x", metas, spec.product.in_features)
-        return Product(spec.product, row_count(x), x.dtype, "x" in needs, "weight0" in needs, "bias0" in needs)
+        return product_of(spec.product, row_count(x), x.dtype, "x" in needs, "weight0" in needs, "bias0" in needs)
 
     def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         p = self._product(spec, metas, needs)
@@ -51,8 +52,7 @@ class Linear(Operation):
         x, y = inputs["x"], outputs["y"]
         assert x is not None and y is not None
         x2 = x.rows()
-        if p.spec.fp8 is not None:
-            p.cast_x(plan.kernels, x2, inputs, outputs, saved, scratch, stream)
+        p.cast_x(plan.kernels, x2, inputs, outputs, saved, scratch, stream)
         p.fprop(plan.kernels, x2, inputs, outputs, saved, scratch, y.rows(), stream)
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
@@ -78,36 +78,27 @@ class Linear(Operation):
 class WeightCast(Operation):
     """The FP8 weight of a product, in both orientations: what ``weight_cached`` operations take.
 
-    Inputs: weight0..; w_scale float32 [1] (delayed scaling). Outputs: w_q uint8 (Np, Kp), w_qt uint8 (Kp, Np), w_scale_inv float32
-    [1], w_amax float32 [1]. Not differentiable: the gradient goes to the weight through the operation that uses it.
+    Inputs: weight0..; w_scale float32 [1] (delayed scaling). Outputs: w_q, w_qt uint8 and their scales (per tensor: w_scale_inv and w_amax,
+    float32 [1]; by blocks: w_q_inv, w_qt_inv), see ``Product.weight_outputs``. Not differentiable: the gradient goes to the weight
+    through the operation that uses it.
     """
 
     name = "weight_cast"
 
-    def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+    def _product(self, spec: LinearSpec, metas: Metas) -> Product:
         first = metas[f"{spec.product.prefix}weight0"]
         assert first is not None
-        p = Product(spec.product, 0, first.dtype, False, False, False)
-        names = {
-            "w_q": Meta((p.np, p.kp), uint8),
-            "w_qt": Meta((p.kp, p.np), uint8),
-            "w_scale_inv": Meta((1,), float32),
-            "w_amax": Meta((1,), float32, zero=True),
-        }
-        return Signature({spec.product.prefix + name: meta for name, meta in names.items()})
+        return product_of(spec.product, 0, first.dtype, False, False, False)
+
+    def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        return Signature(self._product(spec, metas).weight_outputs())
 
     def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        first = metas[f"{spec.product.prefix}weight0"]
-        assert first is not None
-        p = Product(spec.product, 0, first.dtype, False, False, False)
-        return Plan(spec, self.infer(spec, metas, needs), kernels, {f"{spec.product.prefix}scales": Meta((4 * SLOT,), float32)}, {}, p)
+        p = self._product(spec, metas)
+        return Plan(spec, self.infer(spec, metas, needs), kernels, p.cast_scratch(), {}, p)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        p: Product = plan.extra
-        prefix = p.spec.prefix
-        w_q, inv = outputs[f"{prefix}w_q"], outputs[f"{prefix}w_scale_inv"]
-        assert w_q is not None and inv is not None
-        p.cast_weight(plan.kernels, inputs, outputs, w_q, outputs[f"{prefix}w_qt"], inv, scratch, stream)
+        plan.extra.cast_weight(plan.kernels, inputs, outputs, outputs, scratch, stream)
 
 
 linear = Linear()

@@ -13,6 +13,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.formats import uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import Product, ProductSpec, row_count
+from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -38,9 +39,8 @@ class NormStage:
 
     @property
     def delayed(self) -> bool:
-        """Whether the product's input is cast with a scale known beforehand."""
-        fp8 = self.product.spec.fp8
-        return fp8 is not None and fp8.x.source == "scale"
+        """Whether the normalisation writes the product's input in FP8."""
+        return self.product.delayed
 
     def meta(self) -> Meta:
         """norm(x) as a matrix."""
@@ -64,8 +64,7 @@ class NormStage:
         if normed is not None:
             normed = normed.rows()
         cast = p.x_cast(inputs, outputs, saved, scratch) if self.delayed else None
-        fp8 = p.spec.fp8
-        current = fp8 is not None and fp8.x.source == "current"
+        current = p.takes_amax("x")
         amax = outputs[f"{p.spec.prefix}x_amax"] if current else None
         k.norm_fwd(
             x.rows(),
@@ -81,18 +80,20 @@ class NormStage:
             s.zero_centered_gamma,
             stream,
         )
-        if fp8 is not None and not self.delayed:
+        if not self.delayed:
             assert normed is not None
             p.cast_x(k, normed, inputs, outputs, saved, scratch, stream, amax_known=current)
         return normed
 
     def measure(self, k: Any, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
         """Max-accumulate the amaxes of norm(x) and of the weight. Scratch: the plan's ``measure_scratch``."""
-        s, x = self.norm, inputs["x"]
+        s, x, amax = self.norm, inputs["x"], outputs.get(f"{self.product.spec.prefix}x_amax")
         assert x is not None
+        if amax is None:  # no operand has one scale for the whole tensor
+            return
         k.norm_fwd(
             x.rows(), inputs["norm_weight"], inputs.get("norm_bias"), scratch["normed"], scratch.get("mean"), scratch["rstd"],
-            outputs[f"{self.product.spec.prefix}x_amax"], None, s.normalization, s.epsilon, s.zero_centered_gamma, stream,
+            amax, None, s.normalization, s.epsilon, s.zero_centered_gamma, stream,
         )  # fmt: skip
         self.product.measure_weight(k, inputs, outputs, stream)
 
@@ -135,7 +136,7 @@ class NormLinear(Operation):
     def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
         x = spec.norm.check(self.name, metas)
         above = bool(needs & {"x", *spec.norm.inputs()})
-        product = Product(spec.product, row_count(x), x.dtype, above, "weight0" in needs, "bias0" in needs)
+        product = product_of(spec.product, row_count(x), x.dtype, above, "weight0" in needs, "bias0" in needs)
         keep = spec.return_norm or (spec.product.fp8 is None and product.needs_w)
         return NormStage(spec.norm, product, x, keep, spec.return_norm)
 

@@ -14,6 +14,7 @@ from fp8kit.formats import uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormStage
 from fp8kit.ops.product import Product, ProductSpec, row_count
+from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 # activation -> columns of its input for one column of its output
@@ -52,8 +53,8 @@ class _Stages:
 
     @property
     def delayed(self) -> bool:
-        """Whether fc2's input and fc1's output gradient are cast with scales known beforehand."""
-        return self.fc2.spec.fp8 is not None and self.fc2.spec.fp8.x.source == "scale"
+        """Whether the activation writes fc2's input, and its gradient fc1's output gradient, in FP8."""
+        return self.fc2.delayed
 
     @property
     def reach(self) -> bool:
@@ -75,9 +76,9 @@ class NormMLP(Operation):
         x = spec.norm.check(self.name, metas)
         rows = row_count(x)
         above = bool(needs & {"x", *spec.norm.inputs()})
-        fc1 = Product(spec.fc1, rows, x.dtype, above, "fc1_weight0" in needs, "fc1_bias0" in needs)
+        fc1 = product_of(spec.fc1, rows, x.dtype, above, "fc1_weight0" in needs, "fc1_bias0" in needs)
         reach = fc1.needs_x or fc1.needs_w or fc1.needs_b
-        fc2 = Product(spec.fc2, rows, x.dtype, reach, "fc2_weight0" in needs, "fc2_bias0" in needs)
+        fc2 = product_of(spec.fc2, rows, x.dtype, reach, "fc2_weight0" in needs, "fc2_bias0" in needs)
         keep = spec.return_norm or (spec.fc1.fp8 is None and fc1.needs_w)
         return _Stages(NormStage(spec.norm, fc1, x, keep, spec.return_norm), fc2)
 
@@ -146,11 +147,10 @@ class NormMLP(Operation):
         assert x is not None and y is not None and h is not None
         normed = st.norm.forward(k, inputs, outputs, saved, scratch, stream)
         fc1.fprop(k, normed if normed is not None else x.rows(), inputs, outputs, saved, scratch, h, stream)
-        fp8 = fc2.spec.fp8
-        current = fp8 is not None and fp8.x.source == "current"
+        current = fc2.takes_amax("x")
         cast = fc2.x_cast(inputs, outputs, saved, scratch) if st.delayed else None
         k.act_fwd(h, inputs.get("fc1_bias0"), act, outputs["fc2_x_amax"] if current else None, cast, spec.activation, stream)
-        if fp8 is not None and not st.delayed:
+        if not st.delayed:
             assert act is not None
             fc2.cast_x(k, act, inputs, outputs, saved, scratch, stream, amax_known=current)
         fc2.fprop(k, act if act is not None else h, inputs, outputs, saved, scratch, y.rows(), stream)
@@ -172,7 +172,7 @@ class NormMLP(Operation):
         fc2.dgrad(k, g2, kept, saved, scratch, dact, stream)
         products = fc1.needs_x or fc1.needs_w
         fused = st.delayed and products
-        current = fc1.spec.fp8 is not None and fc1.spec.fp8.g.source == "current" and products
+        current = fc1.takes_amax("g") and products
         k.act_bwd(
             dact,
             h,
@@ -185,7 +185,7 @@ class NormMLP(Operation):
             scratch["workspace"],
             stream,
         )
-        if fc1.spec.fp8 is not None and products and not fused:
+        if products and not fused:
             assert dh is not None
             fc1.cast_g(k, dh, kept, grads, scratch, stream, with_bias=False, amax_known=current)
         dh_or_act = dh if dh is not None else dact  # read in high precision only

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol import Cast
-from fp8kit.errors import RecipeError, expected
+from fp8kit.backends.protocol import BLOCK, Cast
+from fp8kit.errors import FormatError, RecipeError, expected
 from fp8kit.formats import Format
 
 if TYPE_CHECKING:
@@ -25,22 +25,34 @@ def pad(n: int) -> int:
 
 @dataclass(frozen=True)
 class Quant:
-    """Per-tensor scaling of one operand.
+    """Scaling of one operand.
 
-    ``source`` says where the scale comes from: "scale", it is an input and the amax is an output (delayed scaling); "current", the
-    amax is taken now; "amax", the amax is an input, reduced over devices by the door. ``power_2`` and ``epsilon`` belong to the rule
-    of current scaling (``scale_from_amax``).
+    ``source`` says where the scale comes from. A scale for the whole tensor: "scale", it is an input and the amax is an output (delayed
+    scaling); "current", the amax is taken now; "amax", the amax is an input, reduced over devices by the door. A scale for each block,
+    from the block: "block", with ``tile`` (1, 128) or (128, 128), see ``block_quantize``. ``power_2`` and ``epsilon`` belong to the
+    rule of current scaling (``scale_from_amax``). FormatError for a source that is none of these or does not fit the tile.
     """
 
     format: Format
     source: str = "scale"
     power_2: bool = False
     epsilon: float = 0.0
+    tile: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.source not in ("scale", "current", "amax", "block"):
+            raise FormatError(expected("Quant", "source", repr(self.source), '"scale", "current", "amax" or "block"'))
+        tiles = ((1, BLOCK), (BLOCK, BLOCK)) if self.source == "block" else (None,)
+        if self.tile not in tiles:
+            raise FormatError(expected("Quant", "tile", self.tile, f"{' or '.join(map(str, tiles))} for source {self.source!r}"))
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """The three operands of a layer's products and the accumulation of each product (True: fast, False: split accumulator)."""
+    """The three operands of a layer's products and the accumulation of each product (True: fast, False: split accumulator).
+
+    FormatError where some operands are scaled by blocks and some not, or two by squares, which no product takes.
+    """
 
     x: Quant
     w: Quant
@@ -49,6 +61,18 @@ class Fp8:
     dgrad_fast: bool = False
     wgrad_fast: bool = False
 
+    def __post_init__(self) -> None:
+        tiles = [quant.tile for quant in (self.x, self.w, self.g)]
+        if (None in tiles and set(tiles) != {None}) or tiles.count((BLOCK, BLOCK)) > 1:
+            raise FormatError(expected("Fp8", "tiles of x, w, g", tiles, "none, or blocks for all and (128, 128) for at most one"))
+        if self.blocks and (self.fprop_fast or self.dgrad_fast or self.wgrad_fast):
+            raise FormatError(expected("Fp8", "accumulation", "fast", "the split accumulator for operands scaled by blocks"))
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the operands are scaled by blocks."""
+        return self.x.tile is not None
+
 
 @lru_cache(maxsize=256)
 def fp8_from_recipe(recipe: Recipe) -> Fp8:
@@ -56,8 +80,8 @@ def fp8_from_recipe(recipe: Recipe) -> Fp8:
     forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
     if recipe.delayed():
         return Fp8(Quant(forward), Quant(forward), Quant(backward))
+    given: Any = recipe
     if recipe.float8_current_scaling():
-        given: Any = recipe
 
         def operand(fmt: Format, params: Any) -> Quant:
             return Quant(fmt, "current", params.power_2_scale, params.amax_epsilon)
@@ -70,7 +94,18 @@ def fp8_from_recipe(recipe: Recipe) -> Fp8:
             not given.fp8_gemm_dgrad.use_split_accumulator,
             not given.fp8_gemm_wgrad.use_split_accumulator,
         )
-    raise RecipeError(expected("autocast", "recipe", type(recipe).__name__, "DelayedScaling or Float8CurrentScaling"))
+    if recipe.float8_block_scaling():
+
+        def block(fmt: Format, params: Any, dim: int) -> Quant:
+            return Quant(fmt, "block", params.power_2_scale, params.amax_epsilon, (1 if dim == 1 else BLOCK, BLOCK))
+
+        return Fp8(
+            block(forward, given.fp8_quant_fwd_inp, given.x_block_scaling_dim),
+            block(forward, given.fp8_quant_fwd_weight, given.w_block_scaling_dim),
+            block(backward, given.fp8_quant_bwd_grad, given.grad_block_scaling_dim),
+            fprop_fast=False,
+        )
+    raise RecipeError(expected("autocast", "recipe", type(recipe).__name__, "DelayedScaling, Float8CurrentScaling or Float8BlockScaling"))
 
 
 def quantize_operand(
@@ -87,7 +122,7 @@ def quantize_operand(
     stream: int,
     amax_known: bool = False,
 ) -> None:
-    """Cast ``x``, h (M, N), to both orientations by the operand's rule.
+    """Cast ``x``, h (M, N), to both orientations by the operand's rule, with one scale for the tensor.
 
     ``scale``: float32 [1], the given scale, or scratch that the rule writes. ``amax``: float32 [1], zeroed or a running maximum: the amax
     output, or for "amax" the given one. ``amax_known``: a fused kernel has put the amax there already.

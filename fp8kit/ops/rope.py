@@ -21,11 +21,13 @@ class RopeSpec:
     * ``segments``: (heads, features of a head, name of the angles' input) of each part that lies in the last dimension, in order; "" for
       a part that is copied. The names are "freqs" and "k_freqs".
     * ``qkv_format``: "sbhd", "bshd" or "thd". ``interleaved``: pairs are neighbours, instead of the two halves.
+    * ``alternating``: the segments, of equally many heads, alternate from head to head, instead of lying one after the other.
     """
 
     segments: tuple[tuple[int, int, str], ...]
     qkv_format: str = "sbhd"
     interleaved: bool = False
+    alternating: bool = False
 
     @property
     def width(self) -> int:
@@ -53,6 +55,8 @@ class Rope(Operation):
     def infer(self, spec: RopeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         if spec.qkv_format not in FORMATS:
             raise ShapeError(expected("rope", "qkv_format", repr(spec.qkv_format), f"one of {', '.join(FORMATS)}"))
+        if spec.alternating and len({heads for heads, *_ in spec.segments}) != 1:
+            raise ShapeError(expected("rope", "segments", spec.segments, "equally many heads in each, where they alternate"))
         x = _want("x", metas, HIGH_PRECISION)
         packed = spec.qkv_format == "thd"
         dims = 1 if packed else 2
@@ -111,11 +115,11 @@ def _segments(spec: RopeSpec, x: ArrayView, y: ArrayView) -> Iterator[tuple[str,
     """(angles' name, the segment's heads in x, in y)."""
     leading: Shape = x.shape[: 1 if spec.qkv_format == "thd" else 2]
     steps = contiguous_strides((*leading, spec.width))[:-1]
-    offset = 0
+    offset, whole = 0, sum(dim for _, dim, _ in spec.segments)
     for heads, dim, name in spec.segments:
-        shape, strides = (*leading, heads, dim), (*steps, dim, 1)
+        shape, strides = (*leading, heads, dim), (*steps, whole if spec.alternating else dim, 1)
         yield name, x.with_strides(shape, strides, offset), y.with_strides(shape, strides, offset)
-        offset += heads * dim
+        offset += dim if spec.alternating else heads * dim
 
 
 def _want(name: str, metas: Metas, dtypes: tuple[formats.DType, ...]) -> Meta:

@@ -11,17 +11,22 @@ from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import float32, uint8
+from fp8kit.optim.scaler import GradScaler
 
 
-def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Any:
+def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScaler | None = None) -> Any:
     """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, norm the 2-norm of all of them together (Pascanu et al. 2013).
 
+    ``scaler``: the gradients carry its factor; the norm is that without it, and they keep it.
     Returns the norm before clipping as a float32 0-dimensional array of the device's library, without waiting for the device.
     Fp8kitError where no parameter has a gradient, where they lie on several devices, or ``max_norm`` is not positive.
     """
     if not max_norm > 0:
         raise Fp8kitError(expected("clip_grad_norm_", "max_norm", max_norm, "a positive number"))
     grads = [arrays.as_view(param.grad) for param in params if param.grad is not None]
+    for grad in grads:
+        if not grad.contiguous:  # backward's never are; a user may have set any array
+            raise Fp8kitError(expected("clip_grad_norm_", "params", f"a gradient of strides {grad.strides}", "C-contiguous gradients"))
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
         raise Fp8kitError(expected("clip_grad_norm_", "params", f"gradients on {len(devices)} devices", "gradients on one device"))
@@ -30,6 +35,8 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float) -> Any:
     norm = arrays.empty((1,), float32, device)
     workspace = arrays.empty((max(kernels.l2norm_workspace([grad.size for grad in grads]), 1),), uint8, device)
     kernels.l2norm(grads, norm, workspace, stream)
+    if scaler is not None and scaler.inv_scale is not None:
+        kernels.scale_([norm], scaler.inv_scale, None, stream)
     kernels.clip_(grads, norm, max_norm, stream)
     return arrays.provider(device).native(norm.reshape())
 

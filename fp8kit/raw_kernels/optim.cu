@@ -1,4 +1,4 @@
-// functions: adamw, l2norm_parts, l2norm_total, clip
+// functions: adamw, sgd, scale, loss_scale, count, l2norm_parts, l2norm_total, clip
 // variants: T=f32,bf16,f16
 //
 // Kernels over lists of tensors. A launch takes a table of tensors by value; each is cut into pieces of PIECE elements, one block a piece;
@@ -22,36 +22,69 @@ DEVICE int tensor_of(const u32* first, i64 count) {
   return low;
 }
 
-// --- AdamW -----------------------------------------------------------------------------------------------------------------
+// --- optimisers ------------------------------------------------------------------------------------------------------------
 
-constexpr int ADAMW_TENSORS = 64;
+constexpr int STEP_TENSORS = 64;
+
+// Whether the step is skipped: somebody found Inf or NaN.
+DEVICE bool skipped(const float* found_inf) { return found_inf != nullptr && *found_inf != 0.0f; }
+
+// 1 - beta**step by repeated squaring, in float64.
+DEVICE float correction(f64 beta, i64 step) {
+  f64 power = 1.0;
+#pragma unroll 1
+  for (; step > 0; step >>= 1, beta *= beta)
+    if (step & 1) power *= beta;
+  return (float)(1.0 - power);
+}
 
 struct AdamwTable {
-  T* param[ADAMW_TENSORS];
-  const void* grad[ADAMW_TENSORS];
-  float* m[ADAMW_TENSORS];
-  float* v[ADAMW_TENSORS];
-  float* master[ADAMW_TENSORS];  // null: the parameter is its own master
-  i64 size[ADAMW_TENSORS];
-  u32 first[ADAMW_TENSORS];
-  float decay[ADAMW_TENSORS];
+  T* param[STEP_TENSORS];
+  const void* grad[STEP_TENSORS];
+  float* m[STEP_TENSORS];
+  float* v[STEP_TENSORS];
+  float* master[STEP_TENSORS];  // null: the parameter is its own master
+  i64 size[STEP_TENSORS];
+  u32 first[STEP_TENSORS];
+  float decay[STEP_TENSORS];
 };
 
-template <typename G> DEVICE void grads8(const void* grad, i64 at, int valid, float (&g)[8]) {
+template <typename G> DEVICE void grads8_of(const void* grad, i64 at, int valid, float (&g)[8]) {
   floats8(static_cast<const G*>(grad) + at, valid, reinterpret_cast<u64>(grad) % 16 == 0, g);
 }
 
-// Loshchilov & Hutter 2019, algorithm 2. grad_type: 0 float32, 1 bfloat16, 2 float16. add1 = 1 - beta1, add2 = 1 - beta2,
-// correction1 = 1 - beta1**step, correction2 = 1 - beta2**step: worked out by the host in float64.
+// Eight gradients times `factor`. grad_type: 0 float32, 1 bfloat16, 2 float16.
+DEVICE void grads8(const void* grad, i64 grad_type, i64 at, int valid, float factor, float (&g)[8]) {
+  if (grad_type == 0)
+    grads8_of<f32>(grad, at, valid, g);
+  else if (grad_type == 1)
+    grads8_of<bf16>(grad, at, valid, g);
+  else
+    grads8_of<f16>(grad, at, valid, g);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) g[j] *= factor;
+}
+
+// Loshchilov & Hutter 2019, algorithm 2. add1 = 1 - beta1, add2 = 1 - beta2, correction1 = 1 - beta1**step, correction2 = 1 - beta2**step:
+// worked out by the host in float64; with step_at (int64) by the first two threads here. lr_at (null: lr) is read on the device.
 extern "C" __global__ void __launch_bounds__(THREADS)
-adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correction1, f64 correction2, i64 grad_type, i64 count,
+adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correction1, f64 correction2, const float* lr_at,
+      const i64* step_at, const float* inv_scale, const float* found_inf, i64 grad_type, i64 count,
       const __grid_constant__ AdamwTable table) {
+  __shared__ float corrections[2];
+  if (skipped(found_inf)) return;
+  if (threadIdx.x < 2) {
+    const f64 beta = threadIdx.x ? beta2 : beta1, given = threadIdx.x ? correction2 : correction1;
+    corrections[threadIdx.x] = step_at != nullptr ? correction(beta, *step_at) : (float)given;
+  }
+  __syncthreads();
+  const float first = corrections[0], second = corrections[1], factor = inv_scale != nullptr ? *inv_scale : 1.0f;
   const int t = tensor_of(table.first, count);
   T* param = table.param[t];
   float *m = table.m[t], *v = table.v[t], *master = table.master[t];
   const void* grad = table.grad[t];
   const i64 size = table.size[t], start = (i64)(blockIdx.x - table.first[t]) * PIECE;
-  const float decay = table.decay[t], rate = (float)lr;
+  const float decay = table.decay[t], rate = lr_at != nullptr ? *lr_at : (float)lr;
   const bool wide_p = rows_aligned<16>(param, 0), wide_m = rows_aligned<16>(m, 0), wide_v = rows_aligned<16>(v, 0);
   const bool wide_w = rows_aligned<16>(master, 0);
 #pragma unroll 1
@@ -60,12 +93,7 @@ adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correct
     const int valid = columns_left(at, size);
     if (valid == 0) return;
     float g[8], mean[8], square[8], w[8];
-    if (grad_type == 0)
-      grads8<f32>(grad, at, valid, g);
-    else if (grad_type == 1)
-      grads8<bf16>(grad, at, valid, g);
-    else
-      grads8<f16>(grad, at, valid, g);
+    grads8(grad, grad_type, at, valid, factor, g);
     floats8(m + at, valid, wide_m, mean);
     floats8(v + at, valid, wide_v, square);
     if (master != nullptr)
@@ -76,7 +104,7 @@ adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correct
     for (int j = 0; j < 8; ++j) {
       mean[j] = (float)beta1 * mean[j] + (float)add1 * g[j];
       square[j] = (float)beta2 * square[j] + (float)add2 * (g[j] * g[j]);
-      const float direction = (mean[j] / (float)correction1) / (sqrtf(square[j] / (float)correction2) + (float)epsilon);
+      const float direction = (mean[j] / first) / (sqrtf(square[j] / second) + (float)epsilon);
       w[j] -= rate * (direction + decay * w[j]);
     }
     write8(m + at, valid, wide_m, rounded8<f32>(mean));
@@ -86,7 +114,85 @@ adamw(f64 lr, f64 beta1, f64 add1, f64 beta2, f64 add2, f64 epsilon, f64 correct
   }
 }
 
-// --- the global norm, and clipping by it -----------------------------------------------------------------------------------
+struct SgdTable {
+  T* param[STEP_TENSORS];
+  const void* grad[STEP_TENSORS];
+  float* buffer[STEP_TENSORS];  // null: no momentum
+  float* master[STEP_TENSORS];
+  i64 size[STEP_TENSORS];
+  u32 first[STEP_TENSORS];
+  float decay[STEP_TENSORS];
+};
+
+// Sutskever et al. 2013; add = 1 - dampening. The first step (of step_at where it is given) starts the buffer.
+// Four blocks a multiprocessor: for more, ptxas would spill.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+sgd(f64 lr, f64 momentum, f64 add, i64 nesterov, i64 step, const float* lr_at, const i64* step_at, const float* inv_scale,
+    const float* found_inf, i64 grad_type, i64 count, const __grid_constant__ SgdTable table) {
+  if (skipped(found_inf)) return;
+  const int t = tensor_of(table.first, count);
+  T* param = table.param[t];
+  float *buffer = table.buffer[t], *master = table.master[t];
+  const void* grad = table.grad[t];
+  const i64 size = table.size[t], start = (i64)(blockIdx.x - table.first[t]) * PIECE;
+  const float rate = lr_at != nullptr ? *lr_at : (float)lr, factor = inv_scale != nullptr ? *inv_scale : 1.0f;
+  const bool starts = (step_at != nullptr ? *step_at : step) == 1;
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS; ++round) {
+    const i64 at = start + (round * THREADS + threadIdx.x) * 8;
+    const int valid = columns_left(at, size);
+    if (valid == 0) return;
+    float g[8], b[8], w[8];
+    grads8(grad, grad_type, at, valid, factor, g);
+    if (master != nullptr)
+      floats8(master + at, valid, rows_aligned<16>(master, 0), w);
+    else
+      floats8(param + at, valid, rows_aligned<16>(param, 0), w);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) g[j] += table.decay[t] * w[j];
+    if (buffer != nullptr) {
+      floats8(buffer + at, valid, rows_aligned<16>(buffer, 0), b);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        b[j] = starts ? g[j] : (float)momentum * b[j] + (float)add * g[j];
+        g[j] = nesterov ? g[j] + (float)momentum * b[j] : b[j];
+      }
+      write8(buffer + at, valid, rows_aligned<16>(buffer, 0), rounded8<f32>(b));
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) w[j] -= rate * g[j];
+    if (master != nullptr) write8(master + at, valid, rows_aligned<16>(master, 0), rounded8<f32>(w));
+    write8(param + at, valid, rows_aligned<16>(param, 0), rounded8<T>(w));
+  }
+}
+
+// counter += 1, unless the step is skipped. One thread.
+extern "C" __global__ void count(i64* counter, const float* found_inf) {
+  if (!skipped(found_inf)) *counter += 1;
+}
+
+// --- loss scaling ----------------------------------------------------------------------------------------------------------
+
+// Dynamic loss scaling's update (Micikevicius et al. 2018, section 3.2). One thread.
+extern "C" __global__ void loss_scale(float* scale, float* inv_scale, i64* good_steps, float* found_inf, f64 growth, f64 backoff,
+                                      i64 interval) {
+  float value = *scale;
+  i64 good = *good_steps + 1;
+  if (*found_inf != 0.0f) {
+    value *= (float)backoff;
+    good = 0;
+  } else if (good >= interval) {
+    const float grown = value * (float)growth;
+    if (isfinite(grown)) value = grown;
+    good = 0;
+  }
+  *scale = value;
+  *inv_scale = 1.0f / value;
+  *good_steps = good;
+  *found_inf = 0.0f;
+}
+
+// --- lists of tensors: factors, the global norm, and clipping by it -----------------------------------------------------------------------------------
 
 constexpr int LIST_TENSORS = 128;
 
@@ -95,6 +201,31 @@ struct ListTable {
   i64 size[LIST_TENSORS];
   u32 first[LIST_TENSORS];
 };
+
+// x *= factor[0] (null: as it is), and found_inf[0] = 1 where an element was Inf or NaN: every thread that says so writes the same.
+extern "C" __global__ void __launch_bounds__(THREADS)
+scale(const float* factor, float* found_inf, i64 count, const __grid_constant__ ListTable table) {
+  const int t = tensor_of(table.first, count);
+  T* x = table.x[t];
+  const i64 size = table.size[t], start = (i64)(blockIdx.x - table.first[t]) * PIECE;
+  const bool wide = rows_aligned<16>(x, 0);
+  const float by = factor != nullptr ? *factor : 1.0f;
+  bool bad = false;
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    const i64 at = start + (round * THREADS + threadIdx.x) * 8;
+    const int valid = columns_left(at, size);
+    float v[8];
+    floats8(x + at, valid, wide, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      bad |= !isfinite(v[j]);
+      v[j] *= by;
+    }
+    if (factor != nullptr && valid) write8(x + at, valid, wide, rounded8<T>(v));
+  }
+  if (bad && found_inf != nullptr) *found_inf = 1.0f;
+}
 
 // parts[block] = the sum of squares of the block's piece.
 extern "C" __global__ void __launch_bounds__(THREADS) l2norm_parts(float* parts, i64 count, const __grid_constant__ ListTable table) {

@@ -1,22 +1,14 @@
 // Scaling factors: current scaling's rule and delayed scaling's update.
 //
 // functions: scale_from_amax, update_delayed
-#include "common.cuh"
+#include "scale.cuh"
 
 constexpr float LARGEST = 3.402823466e+38f;
 
-// Transformer Engine's compute_scale_from_amax: 1 where the amax is 0, Inf or NaN.
 extern "C" __global__ void __launch_bounds__(256) scale_from_amax(const float* amax, float* scale, float* scale_inv, i64 n, f64 fp8_max,
                                                                   f64 epsilon, f64 value_for_inf, i64 power_2) {
   for (i64 i = first(); i < n; i += step()) {
-    float a = amax[i];
-    if (a < (float)epsilon) a = (float)epsilon;  // a NaN stays
-    float s = 1.0f;
-    if (a > 0.0f && a < INF) {
-      s = __fdiv_rn((float)fp8_max, a);
-      if (s == INF) s = (float)value_for_inf;
-      if (power_2) s = __uint_as_float(__float_as_uint(s) & 0xFF800000u);
-    }
+    const float s = scale_of(amax[i], (float)fp8_max, (float)epsilon, (float)value_for_inf, power_2);
     scale[i] = s;
     scale_inv[i] = __fdiv_rn(1.0f, s);
   }

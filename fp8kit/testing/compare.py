@@ -44,7 +44,8 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
     kind = formats.dtype(dtype)
     g = np.asarray(got).astype(np.float64)
     r = np.asarray(reference, np.float64)
-    assert g.shape == r.shape, f"{what}: shape {g.shape}, expected {r.shape}"
+    if g.shape != r.shape:
+        raise AssertionError(f"{what}: shape {g.shape}, expected {r.shape}")
     finite = np.isfinite(r)
     with np.errstate(invalid="ignore"):
         limit = _EPSILON[kind.name] * np.abs(np.where(finite, r, 0)) + _TINY[kind.name] + slack
@@ -60,7 +61,8 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
 def assert_same_bits(what: str, got: Any, expected: Any) -> None:
     """Fail with the first coordinate where two arrays of one dtype differ in any bit (NaN payloads count)."""
     g, e = np.ascontiguousarray(got), np.ascontiguousarray(expected)
-    assert g.shape == e.shape and g.dtype == e.dtype, f"{what}: {g.dtype} {g.shape}, expected {e.dtype} {e.shape}"
+    if g.shape != e.shape or g.dtype != e.dtype:
+        raise AssertionError(f"{what}: {g.dtype} {g.shape}, expected {e.dtype} {e.shape}")
     bits = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[g.dtype.itemsize]
     differ = g.view(bits) != e.view(bits)
     if differ.any():

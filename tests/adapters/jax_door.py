@@ -5,61 +5,42 @@ The forward state goes in and comes out as values. The backward state's new valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax_tvm_ffi
 import numpy as np
-import tvm_ffi
+from fp8kit_jax import call, register, shape_struct
 
-from fp8kit.arrays import CPU, ArrayView
-from fp8kit.formats import DTYPES
+from fp8kit.arrays import ArrayView
+from fp8kit.formats import float32
+from fp8kit.spec import Meta
 
 from .doors import FP8_MAX, GRADS, HISTORY, INPUTS, OUTPUTS, SIGNATURE, Problem, run_backward, run_forward, update
 
 
-def view(t: Any) -> ArrayView:
-    """What the FFI hands over, by pointer."""
-    return ArrayView(t.data_ptr(), tuple(t.shape), DTYPES[str(t.dtype)], CPU, t)
-
-
-def _register(name: str, function: Callable[..., None], arg_spec: list[str]) -> None:
-    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(function), arg_spec=arg_spec, platform="cpu", pass_owned_tensor=True)
-
-
-def _forward(*tensors: Any) -> None:
-    views = [view(t) for t in tensors]
+def _forward(*views: ArrayView) -> None:
     run_forward(dict(zip(INPUTS, views[: len(INPUTS)], strict=True)), dict(zip(OUTPUTS, views[len(INPUTS) :], strict=True)))
 
 
-def _backward(g: Any, g_scale: Any, *tensors: Any) -> None:
-    views = [view(t) for t in tensors]
+def _backward(g: ArrayView, g_scale: ArrayView, *views: ArrayView) -> None:
     count = len(SIGNATURE.saved)
-    run_backward(
-        dict(zip(SIGNATURE.saved, views[:count], strict=True)), view(g), view(g_scale), dict(zip(GRADS, views[count:], strict=True))
-    )
+    run_backward(dict(zip(SIGNATURE.saved, views[:count], strict=True)), g, g_scale, dict(zip(GRADS, views[count:], strict=True)))
 
 
-def _update(scale: Any, history: Any, amax: Any, new_scale: Any, new_history: Any, fp8_max: float) -> None:
-    ns, nh = view(new_scale).numpy(), view(new_history).numpy()
-    ns[...], nh[...] = view(scale).numpy(), view(history).numpy()
-    nh[0] = view(amax).numpy()
-    update(view(new_scale), view(new_history), fp8_max)
+def _update(scale: ArrayView, history: ArrayView, amax: ArrayView, new_scale: ArrayView, new_history: ArrayView, fp8_max: float) -> None:
+    new_scale.numpy()[...], new_history.numpy()[...] = scale.numpy(), history.numpy()
+    new_history.numpy()[0] = amax.numpy()
+    update(new_scale, new_history, fp8_max)
 
 
-_register("fp8kit_proof.linear", _forward, ["args", "rets"])
-_register("fp8kit_proof.linear_backward", _backward, ["args", "rets"])
-_register("fp8kit_proof.update_scale", _update, ["args", "rets", "attrs.fp8_max"])
-
-
-def _shape(meta: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(meta.shape, meta.dtype.numpy)
+register("fp8kit_proof.linear", _forward)
+register("fp8kit_proof.linear_backward", _backward)
+register("fp8kit_proof.update_scale", _update, ["fp8_max"])
 
 
 def _update_scale(scale: Any, history: Any, amax: Any, fp8_max: float) -> Any:
-    out = (jax.ShapeDtypeStruct((1,), np.float32), jax.ShapeDtypeStruct((HISTORY, 1), np.float32))
-    return jax.ffi.ffi_call("fp8kit_proof.update_scale", out)(scale, history, amax, fp8_max=np.float64(fp8_max))
+    out = (shape_struct(Meta((1,), float32)), shape_struct(Meta((HISTORY, 1), float32)))
+    return call("fp8kit_proof.update_scale", out, scale, history, amax, fp8_max=np.float64(fp8_max))
 
 
 @jax.custom_vjp
@@ -71,7 +52,7 @@ def layer(x: Any, weight: Any, bias: Any, forward_state: Any, backward_state: An
 def _layer_forward(x: Any, weight: Any, bias: Any, forward_state: Any, backward_state: Any) -> Any:
     metas = SIGNATURE.outputs | SIGNATURE.saved
     scales = [forward_state[n][0] for n in "xw"]
-    out = jax.ffi.ffi_call("fp8kit_proof.linear", [_shape(m) for m in metas.values()])(x, weight, bias, *scales)
+    out = call("fp8kit_proof.linear", [shape_struct(m) for m in metas.values()], x, weight, bias, *scales)
     named = dict(zip(OUTPUTS, out, strict=True))
     new = {n: _update_scale(*forward_state[n], named[f"{n}_amax"], FP8_MAX[n]) for n in "xw"}
     return (named["y"], new), ([named[n] for n in SIGNATURE.saved], backward_state, forward_state)
@@ -79,7 +60,7 @@ def _layer_forward(x: Any, weight: Any, bias: Any, forward_state: Any, backward_
 
 def _layer_backward(kept: Any, cotangents: Any) -> Any:
     saved, (g_scale, g_history), forward_state = kept
-    out = jax.ffi.ffi_call("fp8kit_proof.linear_backward", [_shape(m) for m in SIGNATURE.grads.values()])(cotangents[0], g_scale, *saved)
+    out = call("fp8kit_proof.linear_backward", [shape_struct(m) for m in SIGNATURE.grads.values()], cotangents[0], g_scale, *saved)
     grads = dict(zip(GRADS, out, strict=True))
     new = _update_scale(g_scale, g_history, grads["g_amax"], FP8_MAX["g"])
     return grads["x"], grads["weight0"], grads["bias0"], jax.tree.map(jax.numpy.zeros_like, forward_state), new

@@ -6,59 +6,48 @@ from typing import Any
 
 import numpy as np
 import torch
+from fp8kit_torch import as_view, empty_like_metas
 from torch import Tensor
 
-from fp8kit.arrays import CPU, ArrayView
-from fp8kit.formats import DTYPES
-
 from .doors import FP8_MAX, GRADS, HISTORY, INPUTS, OUTPUTS, SIGNATURE, Problem, run_backward, run_forward, update
-
-_DTYPE = {torch.float32: DTYPES["float32"], torch.uint8: DTYPES["uint8"]}
-_TORCH = {kind: name for name, kind in _DTYPE.items()}
-
-
-def view(t: Tensor) -> ArrayView:
-    """A torch tensor by pointer."""
-    return ArrayView(t.data_ptr(), tuple(t.shape), _DTYPE[t.dtype], CPU, t)
-
-
-def _empty(metas: dict[str, Any], like: Tensor) -> list[Tensor]:
-    return [torch.empty(m.shape, dtype=_TORCH[m.dtype], device=like.device) for m in metas.values()]
 
 
 @torch.library.custom_op("fp8kit_proof::linear", mutates_args=())
 def op(x: Tensor, weight: Tensor, bias: Tensor, x_scale: Tensor, w_scale: Tensor, g_scale: Tensor, g_history: Tensor) -> list[Tensor]:
-    out = _empty(SIGNATURE.outputs | SIGNATURE.saved, x)
+    out = empty_like_metas(SIGNATURE.outputs | SIGNATURE.saved, x)
     run_forward(
-        {n: view(t) for n, t in zip(INPUTS, (x, weight, bias, x_scale, w_scale), strict=True)},
-        dict(zip(OUTPUTS, map(view, out), strict=True)),
+        {n: as_view(t) for n, t in zip(INPUTS, (x, weight, bias, x_scale, w_scale), strict=True)},
+        dict(zip(OUTPUTS, map(as_view, out), strict=True)),
     )
     return out
 
 
 @op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, x_scale: Tensor, w_scale: Tensor, g_scale: Tensor, g_history: Tensor) -> list[Tensor]:
-    return _empty(SIGNATURE.outputs | SIGNATURE.saved, x)
+    return empty_like_metas(SIGNATURE.outputs | SIGNATURE.saved, x)
 
 
 @torch.library.custom_op("fp8kit_proof::linear_backward", mutates_args=())
 def backward_op(g: Tensor, saved: list[Tensor], g_scale: Tensor) -> list[Tensor]:
-    out = _empty(SIGNATURE.grads, g)
+    out = empty_like_metas(SIGNATURE.grads, g)
     run_backward(
-        dict(zip(SIGNATURE.saved, map(view, saved), strict=True)), view(g), view(g_scale), dict(zip(GRADS, map(view, out), strict=True))
+        dict(zip(SIGNATURE.saved, map(as_view, saved), strict=True)),
+        as_view(g),
+        as_view(g_scale),
+        dict(zip(GRADS, map(as_view, out), strict=True)),
     )
     return out
 
 
 @backward_op.register_fake
 def _(g: Tensor, saved: list[Tensor], g_scale: Tensor) -> list[Tensor]:
-    return _empty(SIGNATURE.grads, g)
+    return empty_like_metas(SIGNATURE.grads, g)
 
 
 @torch.library.custom_op("fp8kit_proof::update_scale", mutates_args=("scale", "history"))
 def update_op(scale: Tensor, history: Tensor, amax: Tensor, fp8_max: float) -> None:
     history[0] = amax
-    update(view(scale), view(history), fp8_max)
+    update(as_view(scale), as_view(history), fp8_max)
 
 
 @update_op.register_fake

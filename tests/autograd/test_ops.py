@@ -22,10 +22,13 @@ from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, Quant
 from fp8kit.testing import assert_close, assert_same_bits, check_grads, sum_slack
+from fp8kit.testing.contract.block import operand
 
 RNG = np.random.default_rng(7)
 DELAYED = Fp8(Quant(formats.E4M3), Quant(formats.E4M3), Quant(formats.E5M2))
 CURRENT = Fp8(Quant(formats.E4M3, "current"), Quant(formats.E4M3, "current"), Quant(formats.E5M2, "current"))
+LINE, SQUARE = (1, 128), (128, 128)
+BLOCKS = Fp8(*(Quant(formats.E4M3, "block", True, tile=tile) for tile in (LINE, SQUARE, LINE)), fprop_fast=False)
 GIVEN = Fp8(Quant(formats.E4M3, "amax"), Quant(formats.E4M3, "amax"), Quant(formats.E5M2, "amax"))
 
 
@@ -110,6 +113,75 @@ def test_linear_fp8_is_the_product_of_exactly_quantised_operands(fp8: Fp8, segme
     assert_close("db", db, flat.sum(0), formats.float32, sum_slack(np.abs(flat).sum(0), m))
 
 
+def blocks(value: np.ndarray[Any, Any], quant: Quant) -> np.ndarray[Any, Any]:
+    """What FP8 keeps of an operand whose contraction is its last axis, exactly."""
+    assert quant.tile is not None
+    codes, _, inverse = operand(value, quant.tile, quant.format, quant.power_2, quant.epsilon, formats.float32.max)
+    return (codec.decode(codes, quant.format) * inverse.astype(np.float64))[: value.shape[0], : value.shape[1]]
+
+
+@pytest.mark.parametrize("layout", ["oi", "io"])
+@pytest.mark.parametrize("segments", [(200,), (128, 128), (17, 150, 3)])
+@pytest.mark.parametrize("tiles", [(LINE, SQUARE, LINE), (SQUARE, LINE, LINE), (LINE, LINE, LINE)], ids=str)
+def test_linear_with_scales_of_blocks(tiles: tuple[Any, ...], segments: tuple[int, ...], layout: str) -> None:
+    m, k, n = 140, 270, sum(segments)
+    x, w, b, g = (v * np.float32(s) for v, s in ((normal(2, 70, k), 1), (normal(n, k), 0.1), (normal(n), 1), (normal(2, 70, n), 1e-3)))
+    kinds = zip((formats.E4M3, formats.E4M3, formats.E5M2), (True, False, True), tiles, strict=True)
+    fp8 = Fp8(*(Quant(fmt, "block", power_2, 1e-6, tile) for fmt, power_2, tile in kinds), fprop_fast=False)
+    inputs: dict[str, Any] = {"x": tensor(x, True)}
+    inputs |= named("weight", [tensor(v, True) for v in cut(w, segments, layout)])
+    inputs |= named("bias", [tensor(v, True) for v in cut(b, segments, layout)])
+    out = apply(linear, LinearSpec(ProductSpec(k, segments, layout, fp8=fp8)), inputs)
+    assert list(out) == ["y"]
+    out["y"].backward(g)
+    x, g = x.reshape(m, k), g.reshape(m, n)
+    xq, wq, gq = blocks(x, fp8.x), blocks(w, fp8.w), blocks(g, fp8.g)
+    assert_close("y", out["y"].numpy().reshape(m, n), xq @ wq.T + b, formats.float32, sum_slack(np.abs(xq) @ np.abs(wq.T) + np.abs(b), k))
+    wq = blocks(w.T, fp8.w).T
+    assert_close("dx", inputs["x"].grad.numpy().reshape(m, k), gq @ wq, formats.float32, sum_slack(np.abs(gq) @ np.abs(wq), n))
+    gq, xq = blocks(g.T, fp8.g), blocks(x.T, fp8.x)
+    grads = [inputs[f"weight{i}"].grad.numpy() for i in range(len(segments))]
+    dw = np.concatenate([part.T if layout == "io" else part for part in grads])
+    assert_close("dw", dw, gq @ xq.T, formats.float32, sum_slack(np.abs(gq) @ np.abs(xq.T), m))
+    db = np.concatenate([inputs[f"bias{i}"].grad.numpy() for i in range(len(segments))])
+    assert_close("db", db, g.astype(np.float64).sum(0), formats.float32, sum_slack(np.abs(g).sum(0), m))
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda: Quant(formats.E4M3, "block"),
+    lambda: Quant(formats.E4M3, "current", tile=LINE),
+    lambda: Quant(formats.E4M3, "blocks"),
+    lambda: Fp8(BLOCKS.x, BLOCKS.w, Quant(formats.E5M2), fprop_fast=False),
+    lambda: Fp8(BLOCKS.w, BLOCKS.w, BLOCKS.g, fprop_fast=False),
+    lambda: Fp8(BLOCKS.x, BLOCKS.w, BLOCKS.g),
+])  # fmt: skip
+def test_scalings_that_no_product_takes(wrong: Any) -> None:
+    with pytest.raises(FormatError):
+        wrong()
+
+
+@pytest.mark.parametrize("segments", [(40,), (13, 27)])
+@pytest.mark.parametrize("layout", ["oi", "io"])
+def test_cached_weight_by_blocks_gives_the_same_bits(layout: str, segments: tuple[int, ...]) -> None:
+    x, w, g = normal(20, 150), cut(normal(40, 150), segments, layout), normal(20, 40)
+    cached, plain = (LinearSpec(ProductSpec(150, segments, layout, "none", BLOCKS, c)) for c in (True, False))
+    results = []
+    for spec in (plain, cached):
+        inputs: dict[str, Any] = {"x": tensor(x, True), **named("weight", [tensor(v, True) for v in w])}
+        if spec is cached:
+            made = apply(weight_cast, plain, named("weight", [tensor(v) for v in w]))
+            assert sorted(made) == ["w_q", "w_q_inv", "w_qt", "w_qt_inv"]
+            inputs |= {name: part.view for name, part in made.items()}
+        y = apply(linear, spec, inputs)["y"]
+        y.backward(g)
+        results.append([y.numpy(), inputs["x"].grad.numpy(), inputs["weight0"].grad.numpy()])
+    for name, a, b in zip(("y", "dx", "dw"), *results, strict=True):
+        assert_same_bits(name, b, a)
+    wrong = {"x": tensor(x), **named("weight", [tensor(v) for v in w]), **{n: p.view for n, p in made.items() if n != "w_qt_inv"}}
+    with pytest.raises(ShapeError, match="w_qt_inv"):
+        apply(linear, cached, wrong)
+
+
 def test_cached_weight_gives_the_same_bits() -> None:
     x, w, g = normal(20, 24), normal(40, 24), normal(20, 40)
     cached, plain = (LinearSpec(ProductSpec(24, (40,), bias="none", fp8=DELAYED, weight_cached=c)) for c in (True, False))
@@ -168,7 +240,7 @@ def test_norm_mlp_gradients_with_residual(activation: str) -> None:
     check_grads(function, inputs, step=2.0**-8)
 
 
-@pytest.mark.parametrize("fp8", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize("fp8", [DELAYED, CURRENT, BLOCKS], ids=["delayed", "current", "blocks"])
 def test_fused_mlp_equals_its_parts_bit_for_bit(fp8: Fp8) -> None:
     """norm_mlp in FP8 is norm, linear, activation, linear: the same codes, so the same bits."""
     x, g = normal(20, 24), normal(20, 24)
@@ -291,11 +363,11 @@ def test_wrong_input_is_refused_with_names() -> None:
 
 
 def test_zero_rows() -> None:
-    for fp8 in (None, DELAYED):
+    for fp8 in (None, DELAYED, BLOCKS):
         spec = LinearSpec(ProductSpec(24, (40,), fp8=fp8))
         x, w, b = tensor(normal(0, 24), True), tensor(normal(40, 24), True), tensor(normal(40), True)
-        extra = {} if fp8 is None else {"x_scale": one(1.0), "w_scale": one(1.0)}
-        y = apply(linear, spec, {"x": x, "weight0": w, "bias0": b, **extra}, late={} if fp8 is None else {"g_scale": one(1.0)})["y"]
+        extra = {"x_scale": one(1.0), "w_scale": one(1.0)} if fp8 is DELAYED else {}
+        y = apply(linear, spec, {"x": x, "weight0": w, "bias0": b, **extra}, late={"g_scale": one(1.0)} if fp8 is DELAYED else {})["y"]
         y.backward(normal(0, 40))
         assert y.shape == (0, 40)
         assert_same_bits("dw", w.grad.numpy(), np.zeros((40, 24), np.float32))

@@ -98,6 +98,35 @@ def test_finish_runs_once_after_all_with_distinct_items() -> None:
     assert order == [("finish", [item], 4.0)]
 
 
+def test_a_failed_walk_discards_and_gives_nothing() -> None:
+    x = Leaf()
+    told = []
+
+    class Item:
+        def discard(self) -> None:
+            told.append("discard")
+
+    def fail(g: list[float]) -> list[float]:
+        raise ValueError("here")
+
+    finish = (lambda items: told.append("finish"), Item())
+    first = Edge(Node("fails", 1, [Edge(x, 0)], fail, (finish[0], Item())), 0)
+    second = scale(first, 2.0, finish=finish)
+    both = Edge(Node("both", 1, [second, Edge(x, 0)], lambda g: [g[0], g[0]]), 0)
+    with pytest.raises(ValueError, match="here"):
+        tape.run([(both, 1.0)], add)
+    assert told == ["discard", "discard"]  # of the node that failed too
+    assert x.grad == 0.0
+
+
+def test_one_no_grad_object_may_be_entered_twice() -> None:
+    block = tape.no_grad()
+    with block, block:
+        assert not tape.is_grad_enabled()
+    assert tape.is_grad_enabled()
+    assert block(tape.is_grad_enabled)() is False
+
+
 def test_modes_nest_and_come_back_after_an_exception() -> None:
     assert tape.is_grad_enabled()
     with tape.no_grad():

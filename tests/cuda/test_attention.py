@@ -17,6 +17,7 @@ from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError
 from fp8kit.ops.attention import AttentionSpec
 from fp8kit.raw_kernels import manifest
+from fp8kit.testing.attention import attention_oracle
 from fp8kit.testing.compare import assert_close, assert_same_bits, epsilon
 from fp8kit.testing.contract import get, poisoned, put, workspace
 
@@ -46,37 +47,8 @@ PATHS = {"cudnn": cudnn_sdpa, "unfused": unfused}
 
 
 def oracle(spec: AttentionSpec, x: dict[str, Any], keep: Any) -> dict[str, tuple[Any, Any]]:
-    """name -> (value, sum of the absolute values of its terms), float64; x: q, k, v, do. keep: dropout's factors (b, h, s_q, s_kv)."""
-    order = (1, 2, 0, 3) if spec.qkv_format == "sbhd" else (0, 2, 1, 3)
-    back = tuple(int(i) for i in np.argsort(order))
-    q, k, v, do = (np.asarray(x[name], np.float64).transpose(order) for name in ("q", "k", "v", "do"))
-    repeat = spec.num_heads // spec.num_gqa_groups
-    k, v = np.repeat(k, repeat, 1), np.repeat(v, repeat, 1)
-    b, rows, columns = q.shape[0], q.shape[2], k.shape[2]
-    i, j = np.arange(rows)[:, None], np.arange(columns)
-    seen = np.ones((b, 1, rows, columns), bool)
-    lengths = [np.diff(cu)[:, None, None, None] if spec.padded else n for cu, n in ((CU_Q, rows), (CU_KV, columns))]
-    place = i + (lengths[1] - lengths[0] if spec.bottom_right else 0)
-    left, right = spec.window
-    seen = seen & ((left < 0) | (j >= place - left)) & ((right < 0) | (j <= place + right))
-    if spec.padded:
-        seen &= (i < np.diff(CU_Q)[:, None, None, None]) & (j < np.diff(CU_KV)[:, None, None, None])
-    scores = np.where(seen, spec.softmax_scale * q @ k.swapaxes(2, 3), -np.inf)
-    with np.errstate(divide="ignore"):
-        top = np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0)
-        lse = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
-    p = np.where(seen, np.exp(scores - np.where(np.isfinite(lse), lse, 0)), 0)
-
-    def gradients(q: Any, k: Any, v: Any, do: Any, sign: int) -> dict[str, Any]:
-        o = p * keep @ v
-        ds = spec.softmax_scale * p * (keep * (do @ v.swapaxes(2, 3)) + sign * (do * o).sum(-1, keepdims=True))
-        found = {"o": o, "dq": ds @ k, "dk": ds.swapaxes(2, 3) @ q, "dv": (p * keep).swapaxes(2, 3) @ do}
-        grouped = {n: g.reshape(b, -1, repeat, columns, g.shape[3]).sum(2) for n, g in found.items() if n in ("dk", "dv")}
-        return {n: g.transpose(back) for n, g in (found | grouped).items()}
-
-    values, sizes = gradients(q, k, v, do, -1), gradients(abs(q), abs(k), abs(v), abs(do), 1)
-    score_size = spec.softmax_scale * (abs(q) @ abs(k).swapaxes(2, 3)).max()
-    return {"lse": (lse[..., 0], score_size), "p": (p, p), **{n: (values[n], sizes[n]) for n in values}}
+    """``attention_oracle`` of this file's data."""
+    return attention_oracle(spec, x["q"], x["k"], x["v"], x["do"], keep, (CU_Q, CU_KV) if spec.padded else None)
 
 
 def check(spec: AttentionSpec, dtype: str, found: dict[str, Any], truth: dict[str, tuple[Any, Any]], what: str = "") -> None:

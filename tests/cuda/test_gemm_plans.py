@@ -56,7 +56,8 @@ def test_the_transposed_problem_is_the_same_product(layout: Any, pad: int) -> No
 
 
 def test_fp8_products_are_what_hopper_takes() -> None:
-    first, second, _ = operands(MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, scaling="tensor"))
+    key = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, scaling=("tensor", "tensor"))
+    first, second, _ = operands(key)
     assert (first.transposed, second.transposed) == (True, False)  # FP8 is "TN" only
 
 
@@ -109,8 +110,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
 
 
 def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
-    key = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, bias=True, accumulate=True, scaling="row",
-                    fast_accumulate=True)
+    key = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, bias=True, accumulate=True,
+                    scaling=("row", "row"), fast_accumulate=True)
     plan = cublaslt.Plan(key, 0)
     # TRANSA, TRANSB, EPILOGUE (bias), BIAS_DATA_TYPE (bfloat16), FAST_ACCUM, A and B SCALE_MODE (OUTER_VEC_32F), and some scale pointers
     assert library.attributes == [(3, 1), (4, 0), (7, 4), (26, 14), (25, 1), (31, 3), (32, 3), (17, 256), (18, 256)]
@@ -126,6 +127,13 @@ def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
     assert len({first, second, result}) == 3
     assert result == also_result
     assert (algorithm, alpha, beta) == (5000, 1.0, 1.0)
+
+
+def test_block_scaling_modes_swap_with_the_operands(library: _Library) -> None:
+    key = MatmulKey(32, 48, 128, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 128, 128, 48, scaling=("block_1x128", "block_128x128"))
+    cublaslt.Plan(key, 0)
+    # FAST_ACCUM off; A (our b) is BLK128x128_32F, B (our a) VEC128_32F
+    assert library.attributes[2:5] == [(25, 0), (31, 5), (32, 4)]
 
 
 def test_other_candidates_can_be_chosen(library: _Library) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fp8kit import formats
 from fp8kit.errors import RecipeError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 
 
 def test_format_limits():
@@ -85,6 +85,16 @@ def test_every_accepted_field_has_its_effect():
         (lambda: Float8CurrentScaling(fp8_quant_fwd_inp=True), ["fp8_quant_fwd_inp", "QParams"]),
         (lambda: Float8CurrentScaling(fp8_gemm_dgrad=True), ["fp8_gemm_dgrad", "MMParams"]),
         (lambda: Float8CurrentScaling(use_power_2_scales=True, fp8_quant_bwd_grad=QParams()), ["fp8_quant_bwd_grad", "use_power_2_scales"]),
+        (lambda: Float8BlockScaling(use_f32_scale=True), ["use_f32_scale", "did you mean use_f32_scales"]),
+        (lambda: Float8BlockScaling(use_f32_scales=1), ["use_f32_scales"]),
+        (lambda: Float8BlockScaling(fp8_quant_fwd_inp=QParams()), ["fp8_quant_fwd_inp", "power_2_scale=True", "use_f32_scales"]),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=3), ["x_block_scaling_dim", "1 or 2"]),
+        (lambda: Float8BlockScaling(w_block_scaling_dim=True), ["w_block_scaling_dim", "True"]),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=2), ["x_block_scaling_dim", "w_block_scaling_dim=2"]),
+        (lambda: Float8BlockScaling(w_block_scaling_dim=1, x_block_scaling_dim=2, grad_block_scaling_dim=2), ["grad_block_scaling_dim"]),
+        (lambda: Float8BlockScaling(fp8_gemm_fprop=MMParams(False)), ["fp8_gemm_fprop", "use_split_accumulator=True"]),
+        (lambda: Float8BlockScaling(fp8_format=Format.E5M2), ["fp8_format", "E5M2"]),
+        (lambda: Float8BlockScaling(fp8_dpa=True), ["fp8_dpa", "yet"]),
     ],
 )
 def test_refusals_name_the_field(make, words):
@@ -92,6 +102,28 @@ def test_refusals_name_the_field(make, words):
         make()
     for word in words:
         assert word in str(caught.value)
+
+
+def test_block_scaling_defaults_and_what_follows_from_them():
+    recipe = Float8BlockScaling()
+    names = [field.name for field in dataclasses.fields(recipe)]
+    assert names == [
+        "use_f32_scales", "fp8_format", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad", "x_block_scaling_dim",
+        "w_block_scaling_dim", "grad_block_scaling_dim", "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad", "fp8_dpa", "fp8_mha",
+        "backward_override",
+    ]  # fmt: skip
+    assert (recipe.use_f32_scales, recipe.fp8_format) == (False, Format.E4M3)
+    assert (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) == (1, 2, 1)
+    assert recipe.fp8_quant_fwd_inp == recipe.fp8_quant_fwd_weight == recipe.fp8_quant_bwd_grad == QParams(power_2_scale=True)
+    assert recipe.fp8_gemm_fprop == recipe.fp8_gemm_dgrad == recipe.fp8_gemm_wgrad == MMParams(True)
+    assert Float8BlockScaling(use_f32_scales=True).fp8_quant_bwd_grad == QParams()
+    assert Float8BlockScaling.float8_block_scaling()
+    assert not any((recipe.delayed(), recipe.float8_current_scaling(), recipe.float8_per_tensor_scaling()))
+    assert recipe.short_name() == "block(E4M3, pow2)"
+    other = Float8BlockScaling(True, Format.HYBRID, x_block_scaling_dim=2, w_block_scaling_dim=1)
+    assert other.short_name() == "block(HYBRID, f32, dims 211)"
+    assert other.backward_format is formats.E5M2
+    assert pickle.loads(pickle.dumps(other)) == other
 
 
 def test_environment_is_not_read(monkeypatch):

@@ -28,7 +28,7 @@ ROOMS = {
     "float8": ("fp8kit.float8",),
     "ops": ("fp8kit.spec", "fp8kit.ops"),
     "autograd": ("fp8kit.autograd",),
-    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.checkpoint"),
+    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing", "fp8kit.numerics"),
     "commands": ("fp8kit.cli", "fp8kit.bench", "fp8kit.__main__"),
@@ -72,7 +72,7 @@ THIRD_PARTY = {
     "numba": ("fp8kit.backends.reference",),
     "tbb": ("fp8kit.backends.reference",),
     "scipy": (),
-    "safetensors": ("fp8kit.checkpoint",),
+    "safetensors": ("fp8kit.serialization",),
     "matplotlib": ("fp8kit.models.plots",),
     "cupy": ("fp8kit.backends.cuda",),
     "cupyx": ("fp8kit.backends.cuda",),
@@ -147,7 +147,7 @@ assert q.data.tolist() == [[0x38, 0xC0], [0x7E, 0x00]] and q.dequantize().tolist
 # a submodule that is loaded first must not take the place of a public name that is spelt like it
 NAMES = """
 import types
-import fp8kit, fp8kit.nn, fp8kit.optim, fp8kit.checkpoint
+import fp8kit, fp8kit.nn, fp8kit.optim, fp8kit.serialization, fp8kit.nn.recompute
 for name in fp8kit.__all__:
     value = getattr(fp8kit, name)
     assert isinstance(value, types.ModuleType) == (name in {'autograd', 'nn', 'optim', 'recipe', 'testing', 'formats', 'arrays'}), name

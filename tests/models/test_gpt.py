@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from fp8kit import checkpoint, formats, nn
+from fp8kit import formats, nn, serialization
 from fp8kit.arrays import CPU
 from fp8kit.autograd import no_grad, tensor
 from fp8kit.errors import BackendError, Fp8kitError, ShapeError
@@ -202,7 +202,7 @@ def test_demo_writes_its_results(tmp_path, capsys, monkeypatch, corpus):
     with (tmp_path / "scales.csv").open() as file:
         assert {row["tensor"] for row in csv.DictReader(file)} == set(plots.TENSORS)
     model = make(9)
-    assert checkpoint.load(tmp_path / "fp8.safetensors", model)["preset"] == "tiny"
+    assert serialization.load(tmp_path / "fp8.safetensors", model)["preset"] == "tiny"
     loss = train.validate(model, TINY, text.standard_library().validation, train.fp8_recipe(TINY))
     assert loss == pytest.approx(verdict.fp8, abs=1e-12)  # the checkpoint holds weights and scales
 

@@ -5,29 +5,35 @@ from __future__ import annotations
 import numpy as np
 
 from fp8kit import formats
-from tests.nn.running_error import R, current_scale, quantised
+from tests.nn.running_error import R, current_scale, quantised, quantised_blocks
 
 
 class Quantiser:
     """How the operands of one GEMM become FP8: ``scales`` None for current scaling, else {"x": .., "w": .., "g": ..} of delayed scaling.
 
-    ``narrow``: FP8 tensor cores add up in 14 bits (Hopper), so each instruction of 32 products may lose 2**-13 of the terms' magnitudes.
+    ``blocks``: block scaling instead, {"x": (tile, power_2), ..}; a tile lies in the orientation in which the operand is multiplied.
+    ``narrow``: FP8 tensor cores add up in 14 bits (Hopper). Each instruction of 32 products cuts twice, aligning the products with the
+    largest of them and their sum with the accumulator, and may lose 2**-13 of the terms' magnitudes each time.
     """
 
-    def __init__(self, scales=None, g_format=formats.E5M2, narrow=False):
+    def __init__(self, scales=None, g_format=formats.E5M2, narrow=False, blocks=None):
         self.scales = scales
+        self.blocks = blocks
         self.narrow = narrow
         self.formats = {"x": formats.E4M3, "w": formats.E4M3, "g": g_format}
 
     def __call__(self, operand, value):
         fmt = self.formats[operand]
+        if self.blocks is not None:
+            tile, power_2 = self.blocks[operand]
+            return quantised_blocks(value, tile, fmt, power_2)
         scale = current_scale(value, fmt) if self.scales is None else float(self.scales[operand])
         return quantised(value, scale, fmt)
 
     def times(self, a, b):
         """The FP8 product a @ b."""
         product = a @ b
-        lost = -(-a.v.shape[-1] // 32) * 2.0**-13 if self.narrow else 0.0
+        lost = -(-a.v.shape[-1] // 32) * 2 * 2.0**-13 if self.narrow else 0.0
         return R(product.v, product.e + lost * (np.abs(a.v) @ np.abs(b.v)))
 
 
@@ -35,19 +41,18 @@ class Product:
     """y = x W^T (+ b) and its gradients; ``quantiser`` None in high precision. ``w``: float64 (N, K)."""
 
     def __init__(self, x, w, quantiser):
-        self.quantiser = quantiser
+        self.cast = (lambda operand, value: value) if quantiser is None else quantiser
         self.times = (lambda a, b: a @ b) if quantiser is None else quantiser.times
-        w = R(w)
-        self.x, self.w = (x, w) if quantiser is None else (quantiser("x", x), quantiser("w", w))
+        self.x, self.w = x, R(w)
 
     def forward(self, bias=None):
-        y = self.times(self.x, self.w.T)
+        y = self.times(self.cast("x", self.x), self.cast("w", self.w).T)
         return y if bias is None else y + bias
 
     def backward(self, g):
         """(dx, dw, db)."""
-        q = g if self.quantiser is None else self.quantiser("g", g)
-        return self.times(q, self.w), self.times(q.T, self.x), g.sum(0)
+        dx = self.times(self.cast("g", g), self.cast("w", self.w.T).T)
+        return dx, self.times(self.cast("g", g.T), self.cast("x", self.x.T).T), g.sum(0)
 
 
 def scales_of(module, gemm=0):

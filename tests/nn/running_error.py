@@ -109,6 +109,31 @@ def current_scale(x, fmt):
     return R(fmt.max / amax, fmt.max / amax**2 * doubt * 1.1 + U * fmt.max / amax)
 
 
+def quantised_blocks(x, tile, fmt, power_2):
+    """What FP8 keeps of a matrix whose tiles each have current scaling's scale, rounded down to a power of two with ``power_2``.
+
+    Where the doubt about an amax reaches over a power of two, several scales are possible. What is normal at the least of them rounds alike
+    at all; what is subnormal there moves by two of its steps at most (one of rounding, one of a doubtful value), which the bound takes in.
+    """
+    v, e = np.empty(x.v.shape), np.empty(x.v.shape)
+    for i in range(0, x.v.shape[0], tile[0]):
+        for j in range(0, x.v.shape[1], tile[1]):
+            at = slice(i, i + tile[0]), slice(j, j + tile[1])
+            part = x[at]
+            size = np.abs(part.v)
+            most, least = (size + part.e).max(), (size - part.e).max()
+            if not power_2 or most == 0:
+                kept = quantised(part, current_scale(part, fmt) if most else 1.0, fmt)
+            else:
+                low = 2.0 ** np.floor(np.log2(fmt.max / most))
+                kept = quantised(part, low, fmt)
+                if least <= 0 or low != 2.0 ** np.floor(np.log2(fmt.max / least)):
+                    subnormal = (size - part.e) * low < fmt.smallest_normal
+                    kept = R(kept.v, kept.e + subnormal * 2 * fmt.smallest_subnormal / low)
+            v[at], e[at] = kept.v, kept.e
+    return R(v, e)
+
+
 def norm(x, weight, bias, kind, eps, zero_centered=False):
     """(y, xhat, rstd) of LayerNorm or RMSNorm over the last axis; ``weight``, ``bias`` float64 arrays."""
     centred = x - x.mean() if kind == "LayerNorm" else x

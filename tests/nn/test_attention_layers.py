@@ -208,19 +208,22 @@ def test_cross_attention(device, normed, rotary):
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_self_attention_turns_queries_and_keys(device, form, interleaved):
+@pytest.mark.parametrize("fused", [False, True])
+def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, interleaved):
     """The layer with its packed projection equals the projection's parts turned one by one."""
     hidden = HEADS * D
     mask = "padding_causal" if form == "thd" else "causal"
-    module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS, num_gqa_groups=GROUPS,
-                  attention_dropout=0.0, qkv_format=form, attn_mask_type=mask, rotary_pos_interleaved=interleaved)
+    module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS,
+                  num_gqa_groups=HEADS if fused else GROUPS, fuse_qkv_params=fused, attention_dropout=0.0, qkv_format=form,
+                  attn_mask_type=mask, rotary_pos_interleaved=interleaved)
     freqs = nn.RotaryPositionEmbedding(D, 0.5, interleaved=interleaved, device=device)(16)
     shape = {"sbhd": (ROWS, B), "bshd": (B, ROWS), "thd": (10,)}[form]
     lengths = {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_Q)} if form == "thd" else {}
     x = tensor(draw(1, (*shape, hidden), "float32"), device=device)
     y = module(x, rotary_pos_emb=freqs, **lengths)
     qkv = module.qkv(x).numpy().reshape(*shape, -1, D)
-    parts = [np.ascontiguousarray(part) for part in np.split(qkv, [HEADS, HEADS + GROUPS], axis=-2)]
+    pieces = [qkv[..., i::3, :] for i in range(3)] if fused else np.split(qkv, [HEADS, HEADS + GROUPS], axis=-2)
+    parts = [np.ascontiguousarray(part) for part in pieces]
     turned = [nn.apply_rotary_pos_emb(tensor(part, device=device), freqs, form, interleaved=interleaved,
                                       cu_seqlens=lengths.get("cu_seqlens_q")) for part in parts[:2]]
     want = module.proj(module.core_attention(*turned, tensor(parts[2], device=device), **lengths))

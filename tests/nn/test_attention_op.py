@@ -13,6 +13,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, ShapeError
 from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
 from fp8kit.spec import Meta
+from fp8kit.testing.attention import attention_oracle
 from fp8kit.testing.compare import assert_close, assert_same_bits, epsilon
 from fp8kit.testing.contract import get, poisoned, put
 
@@ -35,6 +36,7 @@ CASES = {
     "q_kv": dataclasses.replace(PLAIN, layout="q_kv", mask="causal"),
     "qkv": dataclasses.replace(PLAIN, layout="qkv", mask="causal"),
     "qkv_bshd_dropout": dataclasses.replace(PLAIN, layout="qkv", qkv_format="bshd", dropout=0.2),
+    "qkv_interleaved": dataclasses.replace(PLAIN, layout="qkv_interleaved", num_gqa_groups=4, mask="causal"),
     "bfloat16": PLAIN,
     "float16": dataclasses.replace(PLAIN, layout="qkv", mask="causal"),
 }
@@ -57,42 +59,6 @@ def keep_factors(spec: AttentionSpec, shape: tuple[int, ...]) -> np.ndarray[Any,
     return np.where(words >= int(spec.dropout * 2**32), float(np.float32(1 / (1 - spec.dropout))), 0.0)
 
 
-def oracle(spec: AttentionSpec, q: Any, k: Any, v: Any, do: Any) -> dict[str, tuple[Any, Any]]:
-    """name -> (value, sum of the absolute values of its terms), float64; q, k, v, do of 4 dimensions in the spec's format."""
-    order = (1, 2, 0, 3) if spec.qkv_format == "sbhd" else (0, 2, 1, 3)
-    back = tuple(int(i) for i in np.argsort(order))
-    q, k, v, do = (np.asarray(x, np.float64).transpose(order) for x in (q, k, v, do))
-    repeat = spec.num_heads // spec.num_gqa_groups
-    k, v = np.repeat(k, repeat, 1), np.repeat(v, repeat, 1)
-    b, h, rows, _ = q.shape
-    columns = k.shape[2]
-    i, j = np.arange(rows)[:, None], np.arange(columns)
-    seen = np.ones((b, 1, rows, columns), bool)
-    if spec.mask.endswith("causal"):
-        seen &= j <= i
-    if spec.padded:
-        seen &= (i < np.diff(CU_Q)[:, None, None, None]) & (j < np.diff(CU_KV)[:, None, None, None])
-    scores = np.where(seen, spec.softmax_scale * q @ k.swapaxes(2, 3), -np.inf)
-    with np.errstate(divide="ignore"):
-        top = np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0)
-        lse = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
-    p = np.where(seen, np.exp(scores - np.where(np.isfinite(lse), lse, 0)), 0)
-    keep = keep_factors(spec, p.shape)
-    dropped = p * keep
-
-    def gradients(q: Any, k: Any, v: Any, do: Any, sign: int) -> dict[str, Any]:
-        o = dropped @ v
-        ds = spec.softmax_scale * p * (keep * (do @ v.swapaxes(2, 3)) + sign * (do * o).sum(-1, keepdims=True))
-        found = {"o": o, "q": ds @ k, "k": ds.swapaxes(2, 3) @ q, "v": dropped.swapaxes(2, 3) @ do}
-        return {
-            n: (x.reshape(b, h // repeat, repeat, columns, -1).sum(2) if n in "kv" else x).transpose(back) for n, x in found.items()
-        }
-
-    values, sizes = gradients(q, k, v, do, -1), gradients(abs(q), abs(k), abs(v), abs(do), 1)
-    score_size = spec.softmax_scale * (abs(q) @ abs(k).swapaxes(2, 3)).max()
-    return {"lse": (lse[..., 0], score_size), **{n: (values[n], sizes[n]) for n in values}}
-
-
 def relative_slack(dtype: str, terms: int, score_size: float) -> float:
     """How far a sum of products of weights may be off, relative to its absolute terms: the scores' float32 error enters exp four times
     (weights and their normaliser, forward and backward), sums lose u a term; 16-bit o enters backward rounded."""
@@ -112,12 +78,17 @@ def data(spec: AttentionSpec, dtype: str, columns: int = COLUMNS) -> tuple[dict[
 
 def packed(spec: AttentionSpec, parts: dict[str, Any]) -> dict[str, Any]:
     """The inputs of the spec's layout."""
+    if spec.interleaved:
+        return {"qkv": np.stack([parts[part] for part in "qkv"], axis=3).reshape(*parts["q"].shape[:2], -1)}
     flat = {name: part.reshape(*part.shape[:2], -1) for name, part in parts.items()}
     return {name: np.concatenate([flat[part] for part in names], axis=2) for name, names in LAYOUTS[spec.layout].items()}
 
 
 def unpacked(spec: AttentionSpec, found: dict[str, Any]) -> dict[str, Any]:
     """The gradients of q, k and v, 4-dimensional, out of those of the inputs."""
+    if spec.interleaved:
+        whole = found["qkv"].reshape(*found["qkv"].shape[:2], spec.num_heads, 3, spec.head_dim)
+        return {part: whole[..., i, :] for i, part in enumerate("qkv")}
     parts = {}
     for name, names in LAYOUTS[spec.layout].items():
         edges = np.cumsum([spec.width(part) for part in names])[:-1]
@@ -153,8 +124,9 @@ def run(spec: AttentionSpec, inputs: dict[str, Any], do: Any, needs: frozenset[s
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str) -> None:
     spec, dtype = CASES[name], name if name in formats.DTYPES else "float32"
-    parts, do = data(spec, dtype, ROWS if spec.layout == "qkv" else COLUMNS)
-    truth = oracle(spec, parts["q"], parts["k"], parts["v"], do)
+    parts, do = data(spec, dtype, ROWS if spec.layout.startswith("qkv") else COLUMNS)
+    keep = keep_factors(spec, (BATCH, spec.num_heads, ROWS, parts["k"].shape[spec.qkv_format.index("s")]))
+    truth = attention_oracle(spec, parts["q"], parts["k"], parts["v"], do, keep, (CU_Q, CU_KV) if spec.padded else None)
     found = run(spec, packed(spec, parts), do, frozenset(LAYOUTS[spec.layout]))
     score_size = truth["lse"][1]
     slack = relative_slack(dtype, ROWS + COLUMNS, score_size)
@@ -162,7 +134,7 @@ def test_values_and_gradients(name: str) -> None:
     value, size = truth["o"]
     assert_close("o", found["o"].reshape(value.shape), value, dtype, slack * size)
     for part, got in unpacked(spec, found).items():
-        assert_close(f"d{part}", got, truth[part][0], dtype, slack * truth[part][1])
+        assert_close(f"d{part}", got, truth[f"d{part}"][0], dtype, slack * truth[f"d{part}"][1])
 
 
 @pytest.mark.parametrize("layout", ["q_kv", "qkv"])
@@ -201,6 +173,7 @@ WRONG = {
     "format": ({"qkv_format": "bhsd"}, {}, ShapeError, "qkv_format: got 'bhsd', expected one of sbhd, bshd, thd"),
     "mask": ({"mask": "casual"}, {}, ShapeError, "mask: got 'casual'"),
     "layout": ({"layout": "kvq"}, {}, ShapeError, "layout"),
+    "interleaved_groups": ({"layout": "qkv_interleaved"}, {}, ShapeError, "layout: got 'qkv_interleaved', expected one with"),
     "scale": ({"softmax_scale": float("nan")}, {}, ShapeError, "softmax_scale"),
     "dropout": ({"dropout": 1.0}, {}, ShapeError, "dropout: got 1.0"),
     "absent": ({}, {"v": None}, ShapeError, "v: got None"),

@@ -7,10 +7,10 @@ import pytest
 
 from fp8kit import nn
 from fp8kit.autocast import autocast
-from fp8kit.autograd import no_grad, tensor
+from fp8kit.autograd import Function, no_grad, tensor
 from fp8kit.errors import RecipeError
 from fp8kit.nn.scaling import ScalingState, update
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.nn.products import f64, host
 from tests.nn.test_layers import draw, make, step
 
@@ -198,7 +198,7 @@ def test_history_length_may_change(device):
         np.testing.assert_array_equal(host(module.fp8_meta["scaling_fwd"].amax_history), want)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()])
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()])
 def test_weight_is_cast_once_for_all_microbatches(device, recipe):
     """Cached micro-batches equal uncached ones with the same scales; only the first one sees a changed weight."""
     cached, plain = (make(nn.LayerNormMLP, device, "float32", hidden_size=K, ffn_hidden_size=N) for _ in range(2))
@@ -245,3 +245,68 @@ def test_nested_recipes_update_each_state_by_its_own(device):
         assert host(first.fp8_meta["scaling_fwd"].scale)[0] == 1
     scales = [host(m.fp8_meta["scaling_fwd"].scale)[:2] for m in (first, second)]
     np.testing.assert_array_equal(scales[0], scales[1] * 8)
+
+
+def test_a_failed_backward_leaves_no_trace_in_the_histories(device):
+    """What the nodes before the fault recorded in row 0 is dropped, and the next step is as if nothing had happened."""
+
+    class Faulty(Function):
+        broken = True
+
+        @staticmethod
+        def forward(context, x):
+            return x
+
+        @staticmethod
+        def backward(context, g):
+            if Faulty.broken:
+                raise ArithmeticError("a fault")
+            return g
+
+    layer = make(nn.Linear, device, "float32", in_features=K, out_features=N)
+    x, g = draw(1, (16, K), "float32"), draw(2, (16, N), "float32")
+
+    def run(scale):
+        with autocast(recipe=DelayedScaling(amax_history_len=4)):
+            y = layer(Faulty.apply(tensor(x, requires_grad=True, device=device)))
+        y.backward(tensor(g * np.float32(scale), device=device))
+
+    with pytest.raises(ArithmeticError):
+        run(1000)
+    assert host(layer.fp8_meta["scaling_bwd"].amax_history).max() == 0
+    assert layer.weight.grad is None
+    Faulty.broken = False
+    run(1)
+    np.testing.assert_array_equal(host(layer.fp8_meta["scaling_bwd"].amax_history)[:, 0], [0, 0, 0, np.abs(g).max()])
+
+
+def test_a_callable_that_raises_changes_no_state(device):
+    """All answers are there before the first state is changed, and the step's amaxes are dropped."""
+    calls = []
+
+    def second_fails(history):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("a fault")
+        return history.max(0)
+
+    layers = [make(nn.Linear, device, "float32", in_features=K, out_features=K) for _ in range(2)]
+    x = tensor(draw(1, (16, K), "float32"), device=device)
+    both = nn.Sequential(*layers)
+    with pytest.raises(ArithmeticError), autocast(recipe=DelayedScaling(amax_history_len=2, amax_compute_algo=second_fails)):
+        both(x)
+    for layer in layers:
+        state = layer.fp8_meta["scaling_fwd"]
+        np.testing.assert_array_equal(host(state.scale), 1)
+        np.testing.assert_array_equal(host(state.amax_history), 0)
+
+
+def test_loading_weights_drops_the_cached_fp8_ones(device):
+    layer = make(nn.Linear, device, "float32", in_features=K, out_features=N)
+    x = tensor(draw(1, (16, K), "float32"), device=device)
+    with no_grad(), autocast(recipe=Float8CurrentScaling()):
+        before = f64(layer(x, is_first_microbatch=True))
+        layer.load_state_dict({"weight": -f64(layer.weight).astype(np.float32)}, strict=False)
+        after = f64(layer(x, is_first_microbatch=False))
+    bias = f64(layer.bias)
+    np.testing.assert_allclose(after - bias, bias - before, rtol=0, atol=2.0**-20 * np.abs(before).max())

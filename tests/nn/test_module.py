@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fp8kit import arrays, checkpoint, nn
+import fp8kit as fk
+from fp8kit import arrays, nn, serialization
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
-from fp8kit.errors import CheckpointError, Fp8kitError
+from fp8kit.errors import CheckpointError, FormatError, Fp8kitError
 from fp8kit.optim import AdamW
 from fp8kit.recipe import DelayedScaling
 from tests.nn.products import f64
@@ -138,14 +139,14 @@ def test_resumed_training_has_the_same_bits(device, tmp_path):
     net, path = Net(device), tmp_path / "model.safetensors"
     opt = AdamW(net.parameters(), lr=1e-2)
     train(net, opt, 2)
-    checkpoint.save(path, net, {"step": "2"})
-    checkpoint.save(tmp_path / "opt", opt)
-    checkpoint.save(tmp_path / "rng", nn.get_rng_state())
+    serialization.save(path, net, {"step": "2"})
+    serialization.save(tmp_path / "opt", opt)
+    serialization.save(tmp_path / "rng", nn.get_rng_state())
     straight = train(net, opt, 3, 2)
     again = Net(device)
     optimiser = AdamW(again.parameters(), lr=5.0)
-    assert checkpoint.load(path, again) == {"step": "2"}
-    checkpoint.load(tmp_path / "opt", optimiser)
+    assert serialization.load(path, again) == {"step": "2"}
+    serialization.load(tmp_path / "opt", optimiser)
     assert optimiser.lr == 1e-2
     assert train(again, optimiser, 3, 2) == straight
     assert bits(again.state_dict()) == bits(net.state_dict())
@@ -155,21 +156,30 @@ def test_resumed_training_has_the_same_bits(device, tmp_path):
 def test_file_is_plain_safetensors(tmp_path):
     net = Net("cpu")
     train(net, AdamW(net.parameters()), 1)
-    checkpoint.save(tmp_path / "m", net)
+    serialization.save(tmp_path / "m", net)
     other = load_file(tmp_path / "m")
     np.testing.assert_array_equal(other["layers.0._extra_state.scaling_fwd.scale"], net.layers[0].fp8_meta["scaling_fwd"].scale)
-    raw, _ = checkpoint.read(tmp_path / "m")
+    raw, _ = serialization.read(tmp_path / "m")
     assert raw["head.weight"].dtype == ml_dtypes.bfloat16
 
 
 def test_dicts_of_every_dtype(tmp_path):
     kinds = [np.float32, ml_dtypes.bfloat16, np.float16, np.int64, np.uint8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.bool_]
     state = {np.dtype(k).name: np.arange(6).reshape(2, 3).astype(k) for k in kinds} | {"empty": np.zeros((0, 4)), "scalar": np.array(7.0)}
-    checkpoint.save(tmp_path / "d", state, {"a": "b"})
+    serialization.save(tmp_path / "d", state, {"a": "b"})
     target = {name: np.zeros_like(array) for name, array in state.items()}
-    assert checkpoint.load(tmp_path / "d", target) == {"a": "b"}
+    assert serialization.load(tmp_path / "d", target) == {"a": "b"}
     assert bits(target) == bits(state)
     assert target["scalar"].shape == ()
+
+
+def test_arrays_that_cannot_be_loaded_into_are_named_and_nothing_changes(tmp_path):
+    serialization.save(tmp_path / "d", {"a": np.ones(3), "b": np.ones((2, 3)), "c": np.ones(2)})
+    target = {"a": np.zeros(3), "b": np.zeros((3, 2)).T, "c": np.zeros(2)}
+    target["c"].flags.writeable = False
+    with pytest.raises(CheckpointError, match=r"b: loads into an array of strides \(1, 2\).*; c: loads into a read-only array"):
+        serialization.load(tmp_path / "d", target)
+    assert not target["a"].any()
 
 
 def wrong(tmp_path, make):
@@ -201,7 +211,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path, make, words):
     net = Net("cpu")
     before = bits(net.state_dict())
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(path, net)
+        serialization.load(path, net)
     for word in (*words, str(path)):
         assert word in str(caught.value)
     assert bits(net.state_dict()) == before
@@ -211,28 +221,28 @@ def test_not_strict_takes_what_fits(tmp_path):
     path = wrong(tmp_path, lambda s: (s.pop("head.bias"), s.update(extra=np.zeros(1))))
     net = Net("cpu")
     bias = net.head.bias.numpy().copy()
-    checkpoint.load(path, net, strict=False)
+    serialization.load(path, net, strict=False)
     np.testing.assert_array_equal(net.head.bias.numpy(), bias)
-    np.testing.assert_array_equal(net.head.weight.numpy(), checkpoint.read(path)[0]["head.weight"])
+    np.testing.assert_array_equal(net.head.weight.numpy(), serialization.read(path)[0]["head.weight"])
 
 
 def test_missing_truncated_and_foreign_files(tmp_path):
     net = nn.Linear(4, 4, device="cpu")
     before = bits(net.state_dict())
-    checkpoint.save(tmp_path / "good", net)
+    serialization.save(tmp_path / "good", net)
     whole = (tmp_path / "good").read_bytes()
     files = {"cut": whole[:-1], "header": whole[:20], "short": b"abc", "empty": b"", "foreign": b"PK\x03\x04" * 99, "longer": whole + b"x"}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match="truncated or foreign"):
-            checkpoint.load(tmp_path / name, net)
+            serialization.load(tmp_path / name, net)
     with pytest.raises(CheckpointError, match="No such file"):
-        checkpoint.load(tmp_path / "none", net)
+        serialization.load(tmp_path / "none", net)
     assert bits(net.state_dict()) == before
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path / "m", {"a": np.ones(3)})
+    serialization.save(tmp_path / "m", {"a": np.ones(3)})
     before = (tmp_path / "m").read_bytes()
 
     def full(*_):
@@ -240,7 +250,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(tmp_path / "m", {"a": np.zeros(3)})
+        serialization.save(tmp_path / "m", {"a": np.zeros(3)})
     assert (tmp_path / "m").read_bytes() == before
     assert os.listdir(tmp_path) == ["m"]
 
@@ -249,29 +259,48 @@ def test_a_killed_save_leaves_the_old_file(tmp_path):
     """A process that saves over and over is killed; what is there is whole, one of the two states."""
     program = textwrap.dedent("""
         import sys, numpy as np
-        from fp8kit import checkpoint
+        from fp8kit import serialization
         i = 0
         while True:
-            checkpoint.save(sys.argv[1], {"a": np.full(200_000, i), "b": np.full(3, i)})
+            serialization.save(sys.argv[1], {"a": np.full(200_000, i), "b": np.full(3, i)})
             if i == 0:
                 print("saved", flush=True)
             i += 1
     """)
     path = tmp_path / "m"
-    env = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(serialization.__file__).parents[1])}
     with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout.readline() == b"saved\n"
         time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    state, _ = checkpoint.read(path)
+    state, _ = serialization.read(path)
     assert set(np.unique(state["a"])) == set(np.unique(state["b"]))
 
 
 def test_unsavable_things_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="float4"):
-        checkpoint.save(tmp_path / "m", {"x": np.zeros(2, ml_dtypes.float4_e2m1fn)})
+        serialization.save(tmp_path / "m", {"x": np.zeros(2, ml_dtypes.float4_e2m1fn)})
     with pytest.raises(CheckpointError, match=r"metadata\['n'\]"):
-        checkpoint.save(tmp_path / "m", {"x": np.zeros(2)}, {"n": 3})
+        serialization.save(tmp_path / "m", {"x": np.zeros(2)}, {"n": 3})
     with pytest.raises(CheckpointError, match="mapping"):
         nn.Linear(2, 2, device="cpu").load_state_dict([1])
     assert os.listdir(tmp_path) == []
+
+
+def test_mistakes_of_a_first_hour_are_named() -> None:
+    layer = fk.nn.Linear(4, 4, device="cpu")
+    with pytest.raises(FormatError, match=r"Linear: weight: got ndarray, expected a Parameter"):
+        layer.weight = np.zeros((4, 4), np.float32)
+    with pytest.raises(fk.Fp8kitError, match=r"AdamW: params: got Linear"):
+        fk.optim.AdamW(layer)
+    with pytest.raises(fk.Fp8kitError, match=r'AdamW: param_groups: .*"params" entry'):
+        fk.optim.AdamW([{"lr": 1.0}])
+    with pytest.raises(fk.CheckpointError, match=r"save: path: .*a folder that exists"):
+        fk.save("nowhere/at/all.safetensors", layer)
+    with pytest.raises(fk.CheckpointError, match=r"save\(path, module\)"):
+        fk.save(layer, "swapped.safetensors")
+    with pytest.raises(fk.BackendError, match=r"deterministic: enabled: got 'x'"):
+        fk.deterministic("x")
+    for scale in (0.0, float("nan"), -1.0):
+        with pytest.raises(FormatError, match=r"quantize: scale: .*finite positive"):
+            fk.quantize(np.ones((2, 2), np.float32), fk.E4M3, scale=scale)

@@ -9,7 +9,7 @@ import pytest
 
 from fp8kit import nn
 from fp8kit.autograd import tensor
-from fp8kit.errors import CheckpointError, Fp8kitError
+from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError
 from fp8kit.optim import AdamW, clip_grad_norm_, warmup_cosine
 from fp8kit.testing.compare import assert_close, sum_slack
 from tests.nn.products import f64
@@ -152,3 +152,31 @@ def test_warmup_cosine():
     assert warmup_cosine(0, 1.0, 0, 10) == 1.0
     with pytest.raises(Fp8kitError, match="warmup_steps"):
         warmup_cosine(0, 1.0, 5, 4)
+
+
+def test_memory_that_cannot_be_updated_is_refused():
+    strided = tensor(np.zeros((3, 2), np.float32).T, requires_grad=True)
+    fixed = np.zeros(3, np.float32)
+    fixed.flags.writeable = False
+    for param in (strided, tensor(fixed, requires_grad=True)):
+        with pytest.raises(Fp8kitError, match=r"AdamW: params: .*may be written"):
+            AdamW([param])
+
+
+def test_gradients_that_the_user_set():
+    """Any layout counts by its values; another shape or dtype is refused before anything changes."""
+    g = draw(3, (4, 3), "float32")
+    params = [tensor(np.zeros((3, 4), np.float32), requires_grad=True) for _ in range(2)]
+    for param, grad in zip(params, (g.T, g.T.copy()), strict=True):
+        param.grad = grad
+        AdamW([param], lr=0.1).step()
+    np.testing.assert_array_equal(params[0], params[1])
+    params[0].grad = g.T
+    with pytest.raises(Fp8kitError, match="strides"):
+        clip_grad_norm_(params[:1], 1.0)
+    opt = AdamW(params[:1])
+    for wrong in (g, g.T.astype(np.float16)):
+        params[0].grad = wrong
+        with pytest.raises(ShapeError, match="AdamW: grad"):
+            opt.step()
+    assert opt.state_dict()["steps"].numpy().tolist() == [0]

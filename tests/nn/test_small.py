@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fp8kit import checkpoint, nn
+from fp8kit import nn, serialization
 from fp8kit.autograd import tensor
 from fp8kit.errors import CheckpointError, FormatError, Fp8kitError
 from fp8kit.testing.compare import assert_close, sum_slack
@@ -78,7 +78,7 @@ def test_rng_state_round_trip(device, tmp_path):
     drop = nn.Dropout(0.5)
     drop(x)
     nn.random.host_generator().standard_normal(3, np.float32)
-    checkpoint.save(tmp_path / "rng", nn.get_rng_state())
+    serialization.save(tmp_path / "rng", nn.get_rng_state())
 
     def draws():
         return f64(drop(x)), f64(drop(x)), f64(nn.Linear(5, 3, device="cpu").weight)
@@ -88,7 +88,7 @@ def test_rng_state_round_trip(device, tmp_path):
     nn.manual_seed(7)
     other = draws()
     assert not np.array_equal(before[2], other[2])
-    nn.set_rng_state(checkpoint.read(tmp_path / "rng")[0])
+    nn.set_rng_state(serialization.read(tmp_path / "rng")[0])
     for a, b in zip(before, draws(), strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(CheckpointError, match=r"host\.key"):

@@ -8,6 +8,8 @@ import pytest
 from fp8kit import nn
 from fp8kit.autograd import tensor
 from fp8kit.errors import Fp8kitError
+from fp8kit.nn.later import CONSTRUCTOR
+from fp8kit.testing.compare import relative_error
 from tests.nn.products import Product, f64
 from tests.nn.running_error import R, U, activation, assert_within, norm, norm_grad
 from tests.nn.test_layers import draw, make, quantiser, step
@@ -133,7 +135,7 @@ class Mha:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2}, {"fuse_qkv_params": True, "qkv_weight_interleaved": False}])
-@pytest.mark.parametrize("mode", ["high", "delayed", "current"])
+@pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
 def test_multihead_attention(device, mode, options):
     dtype = "float32"
     module = make(nn.MultiheadAttention, device, dtype, hidden_size=H, num_attention_heads=HEADS, attention_dropout=0.0, **options)
@@ -160,7 +162,8 @@ def warmed_at(module, mode, dtype, leading, k, n):
 
 @pytest.mark.parametrize("form", ["pre", "post_residual", "output_norm"])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize(("mode", "dtype"), [("high", "float32"), ("high", "bfloat16"), ("delayed", "float32"), ("current", "float32")])
+@pytest.mark.parametrize(("mode", "dtype"), [("high", "float32"), ("high", "bfloat16"), ("delayed", "float32"), ("current", "float32"),
+                                                ("block", "float32")])
 def test_transformer_layer(device, mode, dtype, kind, form):
     options = {"pre": {}, "post_residual": {"apply_residual_connection_post_layernorm": True}, "output_norm": {"output_layernorm": True}}
     module = make(nn.TransformerLayer, device, dtype, hidden_size=H, ffn_hidden_size=48, num_attention_heads=HEADS, hidden_dropout=0.0,
@@ -256,7 +259,8 @@ def test_padding_masks_reach_the_layer(device):
         (lambda: nn.DotProductAttention(4, 8, num_gqa_groups=3), ["num_gqa_groups", "3"]),
         (lambda: nn.DotProductAttention(4, 8, attn_mask_type="random"), ["attn_mask_type", "arbitrary"]),
         (lambda: nn.DotProductAttention(4, 8, qkv_format="bhsd"), ["qkv_format", "thd"]),
-        (lambda: nn.MultiheadAttention(32, 4, device="cpu", fuse_qkv_params=True), ["qkv_weight_interleaved", "yet"]),
+        (lambda: nn.MultiheadAttention(32, 4, num_gqa_groups=2, device="cpu", fuse_qkv_params=True), ["qkv_weight_interleaved", "yet"]),
+        (lambda: nn.MultiheadAttention(32, 4, attention_type="cross", device="cpu", fuse_qkv_params=True), ["qkv_weight_interleaved"]),
         (lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="both"), ["attention_type", "cross"]),
         (lambda: nn.MultiheadAttention(30, 4, device="cpu"), ["hidden_size", "30"]),
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu", layer_type="decoder"), ["layer_type", "yet"]),
@@ -272,6 +276,34 @@ def test_refusals_name_the_argument(make_it, words):
         make_it()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", CONSTRUCTOR)
+def test_arguments_for_later_are_known_by_name(kind):
+    """Transformer Engine's further arguments pass at their defaults, and any other value is refused."""
+    needed = {"LayerNorm": (32,), "RMSNorm": (32,), "TransformerLayer": (32, 64, 4)}.get(kind, (32, 4))
+    where = {} if kind == "DotProductAttention" else {"device": "cpu"}
+    getattr(nn, kind)(*needed, **where, **CONSTRUCTOR[kind])
+    for name in CONSTRUCTOR[kind]:
+        with pytest.raises(Fp8kitError, match=f"{kind}: {name}: got 'other'.* yet"):
+            getattr(nn, kind)(*needed, **where, **{name: "other"})
+
+
+def test_interleaved_weights_are_the_same_layer_with_its_rows_in_another_order(device):
+    """Transformer Engine's fused weight: head after head, each with its rows of q, k and v."""
+    options = {"fuse_qkv_params": True, "attention_dropout": 0.0, "device": device}
+    layer = nn.MultiheadAttention(H, HEADS, **options)  # interleaved is the default
+    other = nn.MultiheadAttention(H, HEADS, qkv_weight_interleaved=False, **options)
+    rows = np.arange(3 * H).reshape(HEADS, 3, D).swapaxes(0, 1).reshape(-1)
+    state = {name: np.array(f64(array), np.float32) for name, array in layer.named_parameters()}
+    other.load_state_dict(state | {name: state[name][rows] for name in ("qkv.weight", "qkv.bias")})
+    x, g = draw(1, (S, B, H), "float32"), draw(2, (S, B, H), "float32")
+    y, dx, grads = step(layer, "high", x, g)
+    y2, dx2, grads2 = step(other, "high", x, g)
+    rounding = (3 * H) ** 1.5 * 2.0**-24  # sums of 3 H terms of random sign: their absolute values add up to about sqrt(3 H) times the sum
+    pairs = [("y", y, y2), ("dx", dx, dx2), *[(n, grads[n][rows], grads2[n]) for n in ("qkv.weight", "qkv.bias")]]
+    for what, got, want in pairs:
+        assert relative_error(got, want) < rounding, what
 
 
 def test_unknown_arguments_are_type_errors():

@@ -19,6 +19,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "quantize": ("amax", "quantize", "dequantize", "quantize_transpose", "quantize_transpose_workspace"),
     "scales": ("scale_from_amax", "update_delayed_"),
     "gemm": ("gemm", "fp8_gemm", "gemm_workspace", "fp8_gemm_workspace"),
+    "block": ("block_quantize", "block_gemm"),
     "norm": ("norm_fwd", "norm_bwd", "norm_bwd_workspace"),
     "activation": ("act_fwd", "act_bwd", "act_bwd_workspace"),
     "dropout": ("dropout_add", "dropout_bwd"),
@@ -27,7 +28,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "rope": ("rope_fwd", "rope_bwd"),
     "embedding": ("embedding_fwd", "embedding_bwd"),
     "cross_entropy": ("cross_entropy_fwd", "cross_entropy_bwd"),
-    "optim": ("adamw_", "l2norm", "l2norm_workspace", "clip_"),
+    "optim": ("adamw_", "sgd_", "scale_", "loss_scale_", "count_", "l2norm", "l2norm_workspace", "clip_"),
     "elementwise": ("copy", "add", "sum_rows", "column_sum_workspace", "rng_next_"),
 }
 

@@ -19,7 +19,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.errors import BackendError
 from fp8kit.formats import DType, float32
 
-Scaling = Literal["tensor", "row"]
+Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
 _CANDIDATES = 8
 _COMPUTE_32F = 68  # float32 throughout: no TF32
@@ -32,9 +32,9 @@ _A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _IN_COMPUTE_TYPE = 2  # a split contraction is summed in float32, never in the output's type: every output is rounded once
-_SOME_ADDRESS = 256  # stands for the scales while algorithms are looked for: row scaling is refused without
+_SOME_ADDRESS = 256  # stands for the scales while algorithms are looked for: only "tensor" is found without
 _EPILOGUE_BIAS = 4
-_SCALE_MODES = {"tensor": 0, "row": 3}
+_SCALE_MODES: dict[Scaling, int] = {"tensor": 0, "row": 3, "block_1x128": 4, "block_128x128": 5}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class MatmulKey:
       distance of rows, in elements.
     * ``batch``: number of products; ``a_step``, ``b_step``, ``out_step``: distance of neighbouring matrices, in elements (0: the same one).
     * ``bias``: n elements of out's type are added to every row. ``accumulate``: the result is added onto out.
-    * ``scaling``: None, or where the inputs are multiplied by their scale_inv: "tensor" (float32 [1]) or "row" (float32 [m], [n]).
+    * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row" (float32 [m], [n]),
+      "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is "block_1x128").
     * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the product may use.
     * ``alignment``: what every pointer is a multiple of, in bytes.
     """
@@ -68,7 +69,7 @@ class MatmulKey:
     alpha: float = 1.0
     bias: bool = False
     accumulate: bool = False
-    scaling: Scaling | None = None
+    scaling: tuple[Scaling, Scaling] | None = None
     fast_accumulate: bool = False
     workspace: int = WORKSPACE
     alignment: int = 16
@@ -154,8 +155,8 @@ class Plan:
             self._attribute(_BIAS_TYPE, key.out.cuda, ctypes.c_int32)
         if key.scaling is not None:
             self._attribute(_FAST_ACCUMULATE, int(key.fast_accumulate), ctypes.c_int8)
-            self._attribute(_A_SCALE_MODE, _SCALE_MODES[key.scaling], ctypes.c_int32)
-            self._attribute(_B_SCALE_MODE, _SCALE_MODES[key.scaling], ctypes.c_int32)
+            self._attribute(_A_SCALE_MODE, _SCALE_MODES[key.scaling[1]], ctypes.c_int32)
+            self._attribute(_B_SCALE_MODE, _SCALE_MODES[key.scaling[0]], ctypes.c_int32)
             self._patch(0, _A_SCALE, _SOME_ADDRESS)
             self._patch(1, _B_SCALE, _SOME_ADDRESS)
         self._layouts = tuple(self._layout(operand) for operand in (first, second, result))

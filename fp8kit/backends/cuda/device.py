@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, expected
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
@@ -34,6 +34,9 @@ def _calls() -> tuple[Any, Any, Any]:
 class CudaProvider:
     """The ``DeviceProvider`` of kind "cuda"."""
 
+    def __init__(self) -> None:
+        self._usable: set[int] = set()  # devices that have been checked
+
     @staticmethod
     @functools.cache
     def _count() -> int:
@@ -41,6 +44,12 @@ class CudaProvider:
             return int(launch.runtime().getDeviceCount())
         except Exception:  # CuPy raises its own kinds for: no driver, a driver too old, no device
             return 0
+
+    def check(self, device: Device) -> None:
+        """BackendError where the device is not usable here."""
+        if device.index >= self.count():
+            usable = f"{self.count()} usable" if self.count() else "no usable CUDA device (driver, CuPy or GPU missing; see `fp8kit info`)"
+            raise BackendError(expected("device", "device", str(device), usable))
 
     def count(self) -> int:
         """See ``DeviceProvider``; asked once a process."""
@@ -54,6 +63,9 @@ class CudaProvider:
     def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
         """See ``DeviceProvider``; from CuPy's current allocator (512-byte aligned)."""
         get_device, alloc, _ = _calls()
+        if device.index not in self._usable:
+            self.check(device)
+            self._usable.add(device.index)
         if get_device() == device.index:
             memory = alloc(nbytes or 1)
         else:

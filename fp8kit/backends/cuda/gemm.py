@@ -18,6 +18,8 @@ from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType, Format, float32
 
 _PLANS: dict[tuple[Any, ...], Plan] = {}
+_TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
+_ROW: tuple[Scaling, Scaling] = ("row", "row")
 _ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones want
 
 
@@ -55,6 +57,14 @@ def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_for
 
     BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a workspace that is too small.
     """
+    scaling = _TENSOR if a_scale_inv.size == 1 and b_scale_inv.size == 1 else _ROW
+    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, fast_accumulate, workspace, stream)
+
+
+def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
+                b_scale_inv: ArrayView, scaling: tuple[Scaling, Scaling], bias: ArrayView | None, accumulate: bool, fast_accumulate: bool,
+                workspace: ArrayView | None, stream: int) -> None:
+    """``fp8_gemm`` with any scaling of a and b that cuBLASLt has; for the others see ``cublaslt.MatmulKey``."""
     m, n = out.shape
     if not (m and n):
         return
@@ -67,7 +77,6 @@ def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_for
     late_bias = bias is not None and out.dtype is float32
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr) % _ALIGNMENT != 0
-    scaling: Scaling = "tensor" if a_scale_inv.size == 1 and b_scale_inv.size == 1 else "row"
     fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
     quick = (index, padded_m, padded_n, k, a_format.name, b_format.name, written, 0 if unfit else out_stride, fused, accumulate,
              fast_accumulate, scaling, limit)

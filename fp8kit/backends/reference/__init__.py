@@ -12,6 +12,7 @@ from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.reference import (
     activation,
     attention,
+    block,
     cross_entropy,
     dropout,
     elementwise,
@@ -26,7 +27,9 @@ from fp8kit.backends.reference import (
 )
 from fp8kit.backends.registry import Kind, OpImpl, OpRegistry
 
-_ROOMS = (scales, quantize, gemm, norm, activation, dropout, attention, sequences, rope, embedding, cross_entropy, optim, elementwise)
+_ROOMS = (
+    scales, quantize, gemm, block, norm, activation, dropout, attention, sequences, rope, embedding, cross_entropy, optim, elementwise,
+)  # fmt: skip
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     name: next(vars(room)[name] for room in _ROOMS if getattr(vars(room).get(name), "__module__", None) == room.__name__)

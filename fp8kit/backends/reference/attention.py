@@ -134,7 +134,7 @@ def _over_group(left: Float32, right: Float32) -> Float32:
     return np.add.reduce(product, axis=2, keepdims=True) if product.shape[2] != 1 else product
 
 
-@njit(parallel=True, fastmath={"contract", "reassoc", "nsz"})
+@njit(parallel=True, fastmath={"contract"})
 def _softmax(scores: Array, lse: Array, sinks: Array, row: Any, rows: Any, start: Any, shift: Any, left: Any, right: Any,
              columns: Any) -> None:
     """Scores (heads * rows, columns from ``start`` on) of query rows ``row`` ... become probabilities in place, 0 where a row does not see

@@ -19,7 +19,7 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
          workspace: ArrayView | None, stream: int) -> None:
     """High-precision product ``out = a b`` in the layouts nt, nn, tn; see ``protocol.Kernels.gemm``."""
     left, right = f32(a), f32(b)
-    _product(left.T if layout == "tn" else left, right.T if layout == "nt" else right, out, None, bias, accumulate)
+    product(left.T if layout == "tn" else left, right.T if layout == "nt" else right, out, None, bias, accumulate)
 
 
 @quiet
@@ -37,7 +37,7 @@ def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_for
         scale: Array = a_scale_inv.numpy() * b_scale_inv.numpy()
     else:
         scale = np.multiply.outer(a_scale_inv.numpy()[:rows], b_scale_inv.numpy()[:columns])
-    _product(left, right.T, out, scale, bias, accumulate)
+    product(left, right.T, out, scale, bias, accumulate)
 
 
 def gemm_workspace() -> int:
@@ -50,7 +50,8 @@ def fp8_gemm_workspace(rows: int, columns: int) -> int:
     return 0
 
 
-def _product(left: Float32, right: Float32, out: ArrayView, scale: Array | None, bias: ArrayView | None, accumulate: bool) -> None:
+def product(left: Float32, right: Float32, out: ArrayView, scale: Array | None, bias: ArrayView | None, accumulate: bool) -> None:
+    """out = left right * scale + bias (+ out), in float32, rounded once. left (M, K), right (K, N); scale broadcasts to (M, N)."""
     in_place = out.dtype is formats.float32 and not accumulate and out.contiguous
     product = np.matmul(left, right, out=out.numpy() if in_place else None)
     if scale is not None:

@@ -1,4 +1,4 @@
-"""Kernels over many tensors at once: AdamW, the global gradient norm, clipping."""
+"""Kernels over many tensors at once: AdamW, SGD, loss scaling, the global gradient norm, clipping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.reference._numpy import BLOCK, Array, blocks, f32, quiet, result, store
+from fp8kit.backends.reference._numpy import BLOCK, Array, Float32, blocks, f32, quiet, result, store
 from fp8kit.backends.reference.threads import njit, prange
 
 _TASK = 1 << 15  # elements that one task of the parallel loop takes
@@ -17,16 +17,89 @@ _TASK = 1 << 15  # elements that one task of the parallel loop takes
 
 @quiet
 def adamw_(params: Sequence[ArrayView], grads: Sequence[ArrayView], exp_avgs: Sequence[ArrayView],
-           exp_avg_sqs: Sequence[ArrayView], masters: Sequence[ArrayView | None], lr: float, beta1: float, beta2: float,
-           epsilon: float, weight_decays: Sequence[float], step: int, stream: int) -> None:
+           exp_avg_sqs: Sequence[ArrayView], masters: Sequence[ArrayView | None], lr: float | ArrayView, beta1: float, beta2: float,
+           epsilon: float, weight_decays: Sequence[float], step: int | ArrayView, inv_scale: ArrayView | None,
+           found_inf: ArrayView | None, stream: int) -> None:
     """One AdamW step on lists of tensors; see ``protocol.Kernels.adamw_``. ``step`` counts from 1."""
-    first, second = np.float32(1 - beta1**step), np.float32(1 - beta2**step)
+    if found_inf is not None and found_inf.numpy()[0] != 0:
+        return
+    t, rate = int(_value(step)), np.float32(_value(lr))
+    first, second = np.float32(1 - beta1**t), np.float32(1 - beta2**t)
     keep1, add1, keep2, add2 = (np.float32(v) for v in (beta1, 1 - beta1, beta2, 1 - beta2))
     for param, grad, m, v, master, decay in zip(params, grads, exp_avgs, exp_avg_sqs, masters, weight_decays, strict=True):
         weights = f32(param) if master is None else master.numpy()
-        _adamw(weights.reshape(-1), f32(grad).reshape(-1), m.numpy().reshape(-1), v.numpy().reshape(-1), np.float32(lr), keep1, add1,
+        _adamw(weights.reshape(-1), _unscaled(grad, inv_scale), m.numpy().reshape(-1), v.numpy().reshape(-1), rate, keep1, add1,
                keep2, add2, np.float32(epsilon), np.float32(decay), first, second)
         store(param, weights)
+
+
+@quiet
+def sgd_(params: Sequence[ArrayView], grads: Sequence[ArrayView], buffers: Sequence[ArrayView | None],
+         masters: Sequence[ArrayView | None], lr: float | ArrayView, momentum: float, dampening: float, nesterov: bool,
+         weight_decays: Sequence[float], step: int | ArrayView, inv_scale: ArrayView | None, found_inf: ArrayView | None,
+         stream: int) -> None:
+    """One step of SGD on lists of tensors; see ``protocol.Kernels.sgd_``. ``step`` counts from 1."""
+    if found_inf is not None and found_inf.numpy()[0] != 0:
+        return
+    rate, keep, add = np.float32(_value(lr)), np.float32(momentum), np.float32(1 - dampening)
+    first = int(_value(step)) == 1
+    for param, grad, buffer, master, decay in zip(params, grads, buffers, masters, weight_decays, strict=True):
+        weights = f32(param) if master is None else master.numpy()
+        w, g = weights.reshape(-1), _unscaled(grad, inv_scale)
+        b = g if buffer is None else buffer.numpy().reshape(-1)
+        for part in blocks(w.size, 1, BLOCK):
+            change = g[part] + np.float32(decay) * w[part]
+            if buffer is not None:
+                b[part] = change if first else keep * b[part] + add * change
+                change = change + keep * b[part] if nesterov else b[part]
+            w[part] -= rate * change
+        store(param, weights)
+
+
+@quiet
+def scale_(xs: Sequence[ArrayView], factor: ArrayView | None, found_inf: ArrayView | None, stream: int) -> None:
+    """Multiply all tensors by a factor and look for Inf and NaN; see ``protocol.Kernels.scale_``."""
+    for x in xs:
+        values = f32(x)
+        if found_inf is not None and not np.isfinite(values).all():
+            found_inf.numpy()[0] = 1
+        if factor is not None:
+            store(x, np.multiply(values, factor.numpy()[0], out=result(x)))
+
+
+@quiet
+def loss_scale_(scale: ArrayView, inv_scale: ArrayView, good_steps: ArrayView, found_inf: ArrayView, growth_factor: float,
+                backoff_factor: float, growth_interval: int, stream: int) -> None:
+    """Dynamic loss scaling's update; see ``protocol.Kernels.loss_scale_``."""
+    value, good = scale.numpy(), good_steps.numpy()
+    if found_inf.numpy()[0] != 0:
+        value[0] *= np.float32(backoff_factor)
+        good[0] = 0
+    else:
+        good[0] += 1
+        if good[0] >= growth_interval:
+            grown = value[0] * np.float32(growth_factor)
+            value[0] = grown if np.isfinite(grown) else value[0]
+            good[0] = 0
+    inv_scale.numpy()[0] = np.float32(1) / value[0]
+    found_inf.numpy()[0] = 0
+
+
+def count_(counter: ArrayView, found_inf: ArrayView | None, stream: int) -> None:
+    """Count a step unless it is skipped; see ``protocol.Kernels.count_``."""
+    if found_inf is None or found_inf.numpy()[0] == 0:
+        counter.numpy()[0] += 1
+
+
+def _value(number: float | ArrayView) -> Any:
+    """A number that may lie in an array of one element."""
+    return number.numpy()[0] if isinstance(number, ArrayView) else number
+
+
+def _unscaled(grad: ArrayView, inv_scale: ArrayView | None) -> Float32:
+    """The gradient as a flat float32 array, times ``inv_scale`` where there is one."""
+    values: Float32 = f32(grad).reshape(-1)
+    return values if inv_scale is None else values * inv_scale.numpy()[0]
 
 
 @quiet

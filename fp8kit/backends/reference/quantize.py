@@ -11,105 +11,114 @@ from fp8kit import codec
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 from fp8kit.backends.reference import scales
+from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
 from fp8kit.backends.reference.philox import words
-from fp8kit.backends.reference.scales import accumulate, tiles, widened
+from fp8kit.backends.reference.scales import accumulate, tiles
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.formats import Format
 
 Array = np.ndarray[Any, Any]
 
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INF = np.uint32(0x7F800000)
-_ONE = np.uint32(1)
-
-
-class _Bits(NamedTuple):
-    """What ``_encode`` knows of a format, all about the bits of a float32 magnitude."""
-
-    shift: np.uint32  # mantissa bits that a float32 has more
-    half: np.uint32  # half a unit of the last kept place, less one
-    rebias: np.uint32  # distance between the two exponent fields, in code units
-    normal: np.uint32  # the smallest normal value
-    magic: np.float32  # its last place is the format's smallest subnormal: adding it rounds there, to nearest even
-    limit: np.uint32  # magnitudes are cut here first: the largest finite value, or the one that gives the code after it
-    sign: np.uint32  # how far the sign bit moves right
-    nan: np.uint32  # the code of NaN
-    unsigned: np.uint32  # a code that never has a sign: the NaN that overflow gives in formats without Inf
-
-
-@cache
-def _bits(fmt: Format, saturate: bool) -> _Bits | None:
-    """The constants of a signed format with a mantissa; None for the others, which the codec casts."""
-    if not fmt.signed or not fmt.zero or fmt.mantissa_bits == 0 or fmt.bias > 64 or (not saturate and fmt.nan_code is None):
-        return None
-    exponent, mantissa = divmod(fmt.max_code + 1, 1 << fmt.mantissa_bits)
-    beyond = 2.0 ** (exponent - fmt.bias) * (1 + mantissa * fmt.epsilon)
-    shift = 23 - fmt.mantissa_bits
-    magic = np.float32(fmt.smallest_subnormal * 2.0**23)
-    nan = fmt.max_code if fmt.nan_code is None else fmt.nan_code
-    return _Bits(
-        np.uint32(shift), np.uint32((1 << (shift - 1)) - 1), np.uint32((127 - fmt.bias) << fmt.mantissa_bits),
-        np.float32(fmt.smallest_normal).view(np.uint32), magic, np.float32(fmt.max if saturate else beyond).view(np.uint32),
-        np.uint32(32 - fmt.bits), np.uint32(nan), np.uint32(nan if fmt.special == "fn" else 1 << 8),
-    )
-
+# Rows and columns of a block of the cast to both orientations: its codes, twice, lie in the first cache.
+_ROWS, _COLUMNS = 64, 256
+_NO_CODES, _NO_SUMS = np.empty(0, np.uint8), np.empty((0, 0))
+_32, _16, _8 = np.uint64(32), np.uint64(16), np.uint64(8)
+_LOW4, _LOW2, _LOW1 = np.uint64(0x00000000FFFFFFFF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF)
 
 @njit(parallel=True)
-def _encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, bits: Any, q: Any, row_amax: Any) -> None:
-    """q = codes of x * scale; row_amax[i, t] = bits of the amax of row i within tile column t. x: float32 (M, N); scale: float32 [tiles]
-    row-major; q: uint8, at least (M, N); row_amax: uint32 (M, tile columns). One pass, branch-free so that it becomes vector code."""
-    shift, half, rebias, normal, magic, limit, sign_shift, nan, unsigned = bits
-    magic_bits = np.float32(magic).view(np.uint32)
+def _encode(x: Any, scale: Any, tile_rows: Any, tile_columns: Any, how: Any, q: Any, row_amax: Any) -> None:
+    """q = codes of x * scale; row_amax[i, t] = bits of the amax of row i within tile column t. x: bits (M, N); scale: float32 [tiles]
+    row-major; q: uint8 (M, N); row_amax: uint32 (M, tile columns)."""
     across = row_amax.shape[1]
     for i in prange(x.shape[0]):
         for t in range(across):
-            factor = scale[(i // tile_rows) * across + t]
-            most = np.uint32(0)
-            for j in range(t * tile_columns, min((t + 1) * tile_columns, x.shape[1])):
-                value = x[i, j]
-                before = np.uint32(np.float32(value).view(np.uint32) & _MAGNITUDE)
-                most = max(most, before if before <= _INF else np.uint32(0))
-                scaled = np.float32(value * factor).view(np.uint32)
-                magnitude = np.uint32(scaled & _MAGNITUDE)
-                cut = np.uint32(min(magnitude, limit))
-                odd = np.uint32(np.uint32(cut >> shift) & _ONE)
-                large = np.uint32(np.uint32(np.uint32(np.uint32(cut + half) + odd) >> shift) - rebias)
-                small = np.uint32(np.float32(np.uint32(cut).view(np.float32) + magic).view(np.uint32) - magic_bits)
-                code = large if cut >= normal else small
-                sign = np.uint32(np.uint32(scaled & ~_MAGNITUDE) >> sign_shift)
-                code = nan if magnitude > _INF or code == unsigned else np.uint32(code | sign)
-                q[i, j] = np.uint8(code)
-            row_amax[i, t] = most
+            start, stop = t * tile_columns, min((t + 1) * tile_columns, x.shape[1])
+            row_amax[i, t] = encode_row(x[i, start:stop], scale[(i // tile_rows) * across + t], how, q[i, start:stop])
 
 
 @njit(parallel=True)
 def _decode(q: Any, table: Any, scale_inv: Any, tile_rows: Any, tile_columns: Any, x: Any) -> None:
-    """x = table[q] * scale_inv. q: uint8 (M, N); table: float32 (256,); scale_inv: float32 [tiles] row-major; x: float32 (M, N)."""
+    """x = table[q] * scale_inv. q: uint8 (M, N); table: float32 (256,); scale_inv: float32 [tiles] row-major; x: bits (M, N)."""
     across = (q.shape[1] + tile_columns - 1) // tile_columns
     for i in prange(q.shape[0]):
         for t in range(across):
-            factor = scale_inv[(i // tile_rows) * across + t]
-            for j in range(t * tile_columns, min((t + 1) * tile_columns, q.shape[1])):
-                x[i, j] = table[q[i, j]] * factor
+            start, stop = t * tile_columns, min((t + 1) * tile_columns, q.shape[1])
+            decode_row(q[i, start:stop], table, scale_inv[(i // tile_rows) * across + t], x[i, start:stop])
+
+
+@njit
+def _transpose8(codes: Any, turned: Any) -> None:
+    """turned = codes transposed, 8 x 8 bytes at a time in eight words.
+
+    codes: uint64 (rows, columns / 8); turned: uint64 (columns, rows / 8). Three rounds swap the off-diagonal 4 x 4, 2 x 2 and 1 x 1
+    blocks (Warren, Hacker's Delight, 2012, 7-3). Little-endian words.
+    """
+    for i in range(codes.shape[0] // 8):
+        for j in range(codes.shape[1]):
+            a, b, c, d = codes[8 * i, j], codes[8 * i + 1, j], codes[8 * i + 2, j], codes[8 * i + 3, j]
+            e, f, g, h = codes[8 * i + 4, j], codes[8 * i + 5, j], codes[8 * i + 6, j], codes[8 * i + 7, j]
+            a, e = _swap(a, e, _32, _LOW4)
+            b, f = _swap(b, f, _32, _LOW4)
+            c, g = _swap(c, g, _32, _LOW4)
+            d, h = _swap(d, h, _32, _LOW4)
+            a, c = _swap(a, c, _16, _LOW2)
+            b, d = _swap(b, d, _16, _LOW2)
+            e, g = _swap(e, g, _16, _LOW2)
+            f, h = _swap(f, h, _16, _LOW2)
+            a, b = _swap(a, b, _8, _LOW1)
+            c, d = _swap(c, d, _8, _LOW1)
+            e, f = _swap(e, f, _8, _LOW1)
+            g, h = _swap(g, h, _8, _LOW1)
+            turned[8 * j, i], turned[8 * j + 1, i], turned[8 * j + 2, i], turned[8 * j + 3, i] = a, b, c, d
+            turned[8 * j + 4, i], turned[8 * j + 5, i], turned[8 * j + 6, i], turned[8 * j + 7, i] = e, f, g, h
+
+
+@njit
+def _swap(upper: Any, lower: Any, shift: Any, low: Any) -> Any:
+    """Exchange the upper row's high blocks with the lower row's low ones; ``low`` masks the low blocks, ``shift`` bits wide each."""
+    moved = ((upper >> shift) ^ lower) & low
+    return upper ^ (moved << shift), lower ^ moved
+
+
+@njit
+def _cast_block(x: Any, factor: Any, how: Any, top: Any, left: Any, q: Any, q_t: Any, sums: Any) -> Any:
+    """The part of ``_cast_both`` that starts at row ``top`` and column ``left``; returns the bits of its amax."""
+    height, width = min(_ROWS, x.shape[0] - top), min(_COLUMNS, x.shape[1] - left)
+    codes = np.zeros((_ROWS, _COLUMNS), np.uint8)
+    most = np.uint32(0)
+    for i in range(height):
+        row = x[top + i, left : left + width]
+        most = max(most, encode_row(row, factor, how, codes[i]))
+        if sums.size:
+            add_row(row, sums[top // _ROWS, left:])
+    memory, pitch, rows, columns = q
+    columns = min(_COLUMNS, columns - left)
+    for i in range(min(_ROWS, rows - top)):
+        _copy(codes[i], memory[(top + i) * pitch + left :], columns)
+    memory, pitch, rows, columns = q_t
+    if memory.size:
+        turned = np.empty((_COLUMNS, _ROWS // 8), np.uint64)
+        _transpose8(codes.view(np.uint64), turned)
+        lines = turned.view(np.uint8)
+        columns = min(_ROWS, columns - top)
+        for j in range(min(_COLUMNS, rows - left)):
+            _copy(lines[j], memory[(left + j) * pitch + top :], columns)
+    return most
+
+
+@njit
+def _copy(source: Any, target: Any, count: Any) -> None:
+    for j in range(count):
+        target[j] = source[j]
 
 
 @njit(parallel=True)
-def _transpose(q: Any, rows: Any, columns: Any, q_t: Any) -> None:
-    """q_t[:columns, :rows] = q[:rows, :columns] transposed, in blocks that stay in the first cache. uint8; rows may be strided."""
-    for block in prange((columns + 63) // 64):
-        for top in range(0, rows, 64):
-            for j in range(block * 64, min(block * 64 + 64, columns)):
-                for i in range(top, min(top + 64, rows)):
-                    q_t[j, i] = q[i, j]
-
-
-def _cast(x: Array, q: Array, scale: Array, tile: tuple[int, int], fmt: Format, saturate: bool) -> Array:
-    """Fill q by the fast path; returns the rows' amaxes as ``accumulate`` takes them."""
-    bits = _bits(fmt, saturate)
-    assert bits is not None
-    row_amax = np.empty((x.shape[0], tiles(x.shape, tile)[1]), np.uint32)
-    _encode(x, scale, max(tile[0], 1), max(tile[1], 1), bits, q, row_amax)
-    return row_amax
+def _cast_both(x: Any, scale: Any, how: Any, across: Any, q: Any, q_t: Any, most: Any, sums: Any) -> None:
+    """Codes of x * scale in both orientations, zero codes around, block by block: each is encoded, turned and written while it is in
+    cache. x: bits (M, N); scale: float32 [1]; ``across`` blocks a row; q, q_t: ``_Memory``; most: uint32 [blocks], bits of their
+    amaxes; sums: float64 (rows of blocks, N) of zeros that take their column sums, or empty."""
+    for block in prange(most.size):
+        most[block] = _cast_block(x, scale[0], how, (block // across) * _ROWS, (block % across) * _COLUMNS, q, q_t, sums)
 
 
 def _spread(per_tile: Array, shape: tuple[int, int], tile: tuple[int, int], rows: slice) -> Array:
@@ -144,13 +153,17 @@ def _reciprocal(scale: ArrayView, scale_inv: ArrayView) -> None:
 def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None, format: Format,
              tile: tuple[int, int], saturate: bool, rng: ArrayView | None, stream: int) -> None:
     """See ``Kernels.quantize``."""
-    values, factors = widened(x), scale.numpy().reshape(-1)
-    if rng is None and _bits(format, saturate) is not None:
-        rows = _cast(values, q.numpy(), factors, tile, format, saturate)
+    factors, how = scale.numpy().reshape(-1), rounding(format, saturate)
+    if rng is None and how is not None:
+        values = bits(x)
+        row_amax = np.empty((len(values), tiles(values.shape, tile)[1]), np.uint32)
+        _encode(values, factors, max(tile[0], 1), max(tile[1], 1), how, q.numpy(), row_amax)
         if amax is not None:
-            accumulate(rows, max(tile[0], 1), amax)
+            accumulate(row_amax, max(tile[0], 1), amax)
     else:
-        _cast_by_codec(values, q.numpy(), factors, tile, format, saturate, rng)
+        with np.errstate(over="ignore"):
+            wide = x.numpy().astype(np.float32)
+        _cast_by_codec(wide, q.numpy(), factors, tile, format, saturate, rng)
         if amax is not None:
             scales.amax(x, amax, tile, stream)
     _reciprocal(scale, scale_inv)
@@ -163,33 +176,43 @@ def _table32(fmt: Format) -> Array:
 
 def dequantize(q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format, tile: tuple[int, int], stream: int) -> None:
     """See ``Kernels.dequantize``."""
-    out = x.numpy()
-    wide = out if x.dtype.name == "float32" else np.empty(x.shape, np.float32)
-    _decode(q.numpy(), _table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), wide)
-    if wide is not out:
-        with np.errstate(over="ignore"):
-            out[...] = wide.astype(out.dtype)
+    values = x.view(bits_dtype(x.dtype)).numpy()
+    _decode(q.numpy(), _table32(format), scale_inv.numpy().reshape(-1), max(tile[0], 1), max(tile[1], 1), values)
+
+
+class _Memory(NamedTuple):
+    """A uint8 matrix whose rows may lie apart, as ``_cast_both`` takes it: always of one Numba type. Empty memory and no rows: none."""
+
+    memory: Array  # from the first element to the last
+    pitch: int  # bytes from one row to the next
+    rows: int
+    columns: int
+
+
+def _memory(view: ArrayView | None) -> _Memory:
+    if view is None or not view.size:
+        return _Memory(_NO_CODES, 0, 0, 0)
+    rows, columns = view.shape
+    pitch = view.strides[0]
+    return _Memory(view.with_strides(((rows - 1) * pitch + columns,), (1,)).numpy(), pitch, rows, columns)
 
 
 def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
     """See ``Kernels.quantize_transpose``."""
-    m, n = x.shape
-    values = widened(x)
-    padded = np.empty((m, n), np.uint8) if cast.q is None else cast.q.numpy()
-    rows = _cast(values, padded, cast.scale.numpy(), (m, n), cast.format, True)
-    padded[m:] = 0
-    padded[:m, n:] = 0
-    if cast.q_t is not None:
-        q_t = cast.q_t.numpy()
-        _transpose(padded, m, n, q_t)
-        q_t[n:] = 0
-        q_t[:n, m:] = 0
+    how = rounding(cast.format, True)
+    assert how is not None, cast.format
+    q, q_t = _memory(cast.q), _memory(cast.q_t)
+    down = -(-max(x.shape[0], q.rows, q_t.columns) // _ROWS)
+    across = -(-max(x.shape[1], q.columns, q_t.rows) // _COLUMNS)
+    most = np.zeros((down * across, 1), np.uint32)
+    sums = _NO_SUMS if dbias is None else np.zeros((down, x.shape[1]))
+    _cast_both(bits(x), cast.scale.numpy(), how, across, q, q_t, most.reshape(-1), sums)
     _reciprocal(cast.scale, cast.scale_inv)
     if cast.amax is not None:
-        accumulate(rows, max(m, 1), cast.amax)
+        accumulate(most, max(len(most), 1), cast.amax)
     if dbias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
-            dbias.numpy()[...] = values.sum(axis=0, dtype=np.float64).astype(dbias.dtype.numpy)
+            dbias.numpy()[...] = np.add.reduce(sums, axis=0).astype(dbias.dtype.numpy)
 
 
 def quantize_transpose_workspace(rows: int, columns: int) -> int:

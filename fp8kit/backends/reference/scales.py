@@ -8,26 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import formats
 from fp8kit.arrays import ArrayView
+from fp8kit.backends.reference.cast_rows import amax_row, bits
 from fp8kit.backends.reference.threads import njit, prange
 
 Array = np.ndarray[Any, Any]
-
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INF = np.uint32(0x7F800000)
-
-
-def widened(x: ArrayView) -> Array:
-    """The values of ``x`` as C-contiguous float32: exact for the high-precision dtypes, rounded once for float64."""
-    # By way of integers, so that Numba never sees a read-only array: it would compile each kernel again for that.
-    if x.dtype is formats.float32:
-        return np.ascontiguousarray(x.view(formats.uint32).numpy()).view(np.float32)
-    if x.dtype is formats.bfloat16:
-        return (np.ascontiguousarray(x.view(formats.uint16).numpy()).astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(x.numpy(), np.float32)
-
 
 def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
     """How many tiles, down and across, cover a matrix; an empty matrix has at least one."""
@@ -36,17 +21,10 @@ def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
 
 @njit(parallel=True)
 def _row_amax(x: Any, columns: Any, out: Any) -> None:
-    """out[i, t]: bits of max|x[i, t * columns : (t + 1) * columns]|, NaN ignored. x: uint32 (M, N), a float32's bits; out: uint32.
-
-    Non-negative floats are ordered as their bits are, and an integer maximum becomes one vector instruction.
-    """
+    """out[i, t]: bits of max|x[i, t * columns : (t + 1) * columns]|, NaN ignored. x: bits (M, N); out: uint32."""
     for i in prange(x.shape[0]):
         for t in range(out.shape[1]):
-            most = np.uint32(0)
-            for j in range(t * columns, min((t + 1) * columns, x.shape[1])):
-                a = np.uint32(x[i, j] & _MAGNITUDE)
-                most = max(most, a if a <= _INF else np.uint32(0))
-            out[i, t] = most
+            out[i, t] = amax_row(x[i, t * columns : min((t + 1) * columns, x.shape[1])])
 
 
 def accumulate(row_bits: Array, tile_rows: int, amax: ArrayView) -> None:
@@ -61,7 +39,7 @@ def accumulate(row_bits: Array, tile_rows: int, amax: ArrayView) -> None:
 def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
     """See ``Kernels.amax``."""
     rows = np.empty((x.shape[0], tiles(x.shape, tile)[1]), np.uint32)  # type: ignore[arg-type]
-    _row_amax(widened(x).view(np.uint32), max(tile[1], 1), rows)
+    _row_amax(bits(x), max(tile[1], 1), rows)
     accumulate(rows, max(tile[0], 1), amax)
 
 

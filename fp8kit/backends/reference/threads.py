@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.metadata
 import os
 import sys
@@ -48,9 +49,15 @@ def _use_tbb() -> None:
 
 
 def _cache() -> None:
-    """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own."""
+    """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own.
+
+    Numba looks at the file of the compiled function alone, not at those it calls into; so the folder's name is a digest of the engine.
+    """
     if "NUMBA_CACHE_DIR" not in os.environ:
-        numba.config.CACHE_DIR = str(settings.cache_dir() / "numba")
+        digest = hashlib.sha256()
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(path.read_bytes())
+        numba.config.CACHE_DIR = str(settings.cache_dir() / "numba" / digest.hexdigest()[:16])
 
 
 @overload

@@ -1,8 +1,7 @@
 """The kernel contract as tests: cases that any engine must pass, against the codec or a float64 oracle.
 
 Each module holds ``CASES`` for the kernels of one file of the engines. A case makes its own data from a fixed seed on the CPU, moves it
-to the
-device, calls one kernel, and compares; it raises AssertionError with the first wrong coordinate.
+to the device, calls one kernel, and compares; it raises AssertionError with the first wrong coordinate.
 """
 
 from __future__ import annotations

@@ -50,7 +50,11 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     the file's header. The file appears whole or not at all: it is written beside, flushed to the disk and renamed. Raises
     CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(expected("save", "path", type(path).__name__, "a path: save(path, module)"))
     target = Path(path)
+    if not target.parent.is_dir():
+        raise CheckpointError(expected("save", "path", str(target), "a file in a folder that exists"))
     state = module if isinstance(module, Mapping) else module.state_dict()
     host = {str(name): _host(str(name), array) for name, array in state.items()}
     texts = dict(metadata or {})
@@ -121,6 +125,10 @@ def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: boo
         view = arrays.as_view(state[name])
         if view.shape != target.shape or view.dtype is not target.dtype:
             faults.append(f"{name}: got {view.dtype.name} {view.shape}, expected {target.dtype.name} {target.shape}")
+        if not target.contiguous:
+            faults.append(f"{name}: loads into an array of strides {target.strides}, expected a C-contiguous one")
+        if isinstance(target.owner, np.ndarray) and not target.owner.flags.writeable:
+            faults.append(f"{name}: loads into a read-only array, expected a writable one")
         found[name] = view
     if faults:
         more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""

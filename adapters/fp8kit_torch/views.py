@@ -1,0 +1,63 @@
+"""Torch tensors as what fp8kit's operations read and write: an address, a shape, a dtype. No copy, no DLPack capsule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fp8kit import formats
+from fp8kit.arrays import ArrayView, Device, contiguous_strides
+from fp8kit.errors import FormatError, expected
+from fp8kit.formats import DType
+from fp8kit.spec import Meta
+
+_DTYPES = {
+    getattr(torch, name): formats.DTYPES[name if name != "bool" else "bool_"]
+    for name in (
+        "float64",
+        "float32",
+        "bfloat16",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    )
+}
+_TORCH = {kind: dtype for dtype, kind in _DTYPES.items()}
+
+
+def dtype_of(kind: DType) -> torch.dtype:
+    """The torch dtype of an fp8kit dtype; FormatError where torch has none."""
+    try:
+        return _TORCH[kind]
+    except KeyError:
+        raise FormatError(expected("fp8kit_torch", "dtype", kind.name, f"one of {', '.join(k.name for k in _TORCH)}")) from None
+
+
+def as_view(tensor: torch.Tensor) -> ArrayView:
+    """A tensor on the CPU or a CUDA device as a view of its own memory, strides kept. Costs about a microsecond.
+
+    Its place on torch's autograd is not looked at. FormatError for dtypes and devices that fp8kit does not have.
+    """
+    kind = _DTYPES.get(tensor.dtype)
+    device = tensor.device
+    if kind is None or device.type not in ("cpu", "cuda"):
+        raise FormatError(
+            expected("fp8kit_torch", "tensor", f"{tensor.dtype} on {device}", f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}")
+        )
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    kept = None if strides == contiguous_strides(shape) else strides
+    return ArrayView(tensor.data_ptr(), shape, kind, Device(device.type, device.index or 0), tensor, kept)
+
+
+def empty_like_metas(metas: Mapping[str, Meta], like: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor for each meta from torch's allocator, on the device of ``like``: undefined, or zeros where the meta asks for them."""
+    return [
+        (torch.zeros if meta.zero else torch.empty)(meta.shape, dtype=dtype_of(meta.dtype), device=like.device) for meta in metas.values()
+    ]

@@ -1,0 +1,48 @@
+"""The contract's scaling by blocks of 128: the cast of both orientations in one launch, and cuBLASLt's block-scaled product.
+
+cuBLASLt takes these scales on Hopper alone (compute capability 9.0, cuBLAS 12.9 and later).
+"""
+
+from __future__ import annotations
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.cublaslt import Scaling
+from fp8kit.backends.cuda.gemm import scaled_gemm
+from fp8kit.backends.cuda.quantize import format_name
+from fp8kit.backends.registry import CannotTake
+from fp8kit.errors import BackendError, expected
+from fp8kit.formats import Format
+
+_BLOCK = 128
+_THREADS = 256
+_SCALINGS: dict[tuple[int, int], Scaling] = {(1, 128): "block_1x128", (128, 128): "block_128x128"}
+
+
+def block_quantize(x: ArrayView, q: ArrayView | None, scale_inv: ArrayView | None, q_t: ArrayView | None, scale_inv_t: ArrayView | None,
+                   format: Format, tile: tuple[int, int], power_2: bool, epsilon: float, stream: int) -> None:
+    """See ``backends.protocol``."""
+    rows, columns = x.shape
+    squares = -(-rows // _BLOCK) * -(-columns // _BLOCK)
+    name = format_name(format)
+    if name is None:
+        raise BackendError(expected("block_quantize", "format", format, "E4M3 or E5M2"))
+    kernel = launch.kernel("block.cu", "block_quantize", x.device.index, T=launch.type_name(x.dtype), FORMAT=name)
+    args = (
+        x.ptr, *(0 if view is None else view.ptr for view in (q, scale_inv, q_t, scale_inv_t)), rows, columns,
+        0 if q is None else q.shape[0], 0 if q_t is None else q_t.shape[0], int(_SCALINGS[tile] == "block_128x128"), format.max, epsilon,
+        x.dtype.max, int(power_2),
+    )
+    launch.launch(kernel, squares, _THREADS, args, stream)
+
+
+def block_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
+               b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None, accumulate: bool,
+               workspace: ArrayView | None, stream: int) -> None:
+    """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError when cuBLASLt is missing or
+    refuses, for two operands scaled by squares as well."""
+    capability = launch.capability(out.device.index)
+    if capability != (9, 0):
+        raise CannotTake(expected("block_gemm", "device", f"compute capability {capability[0]}.{capability[1]}", "9.0: block scaling"))
+    scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
+    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, False, workspace, stream)

@@ -1,0 +1,41 @@
+"""Products in high precision: the operands as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.ops.product import Product, given
+from fp8kit.spec import Meta, Views
+
+
+class PlainProduct(Product):
+    """``Product`` on float32, bfloat16 or float16 operands."""
+
+    def kept(self) -> tuple[str, ...]:
+        return tuple(self.weights) if self.needs_x else ()
+
+    def scratch(self) -> dict[str, Meta]:
+        return self._weight_room() | super().scratch()
+
+    def backward_scratch(self) -> dict[str, Meta]:
+        return (self._weight_room() if self.needs_x else {}) | super().backward_scratch()
+
+    def workspace(self, k: Any) -> int:
+        return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
+
+    def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
+        bias = self._bias(k, inputs, scratch, stream)
+        weight = self._joined_weight(k, inputs, scratch, stream)
+        k.gemm(x, weight, y, "nt" if self.oi else "nn", bias, False, scratch["workspace"], stream)
+
+    def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+        weight = self._joined_weight(k, kept, scratch, stream)
+        k.gemm(g, weight, dx, "nn" if self.oi else "nt", None, False, scratch["workspace"], stream)
+
+    def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
+        assert x is not None
+        for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
+            part = g if len(self.weights) == 1 else g.slice(1, start, n)
+            a, b = (part, x) if self.oi else (x, part)
+            k.gemm(a, b, given(grads, name), "tn", None, False, scratch["workspace"], stream)

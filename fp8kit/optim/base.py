@@ -1,0 +1,349 @@
+"""``Optimizer``: parameter groups, float32 masters, steps counted on the device, and their state; what AdamW and SGD share.
+
+A step is counted on the device, because whether it was skipped (``found_inf``) is known there only, and because a captured graph must
+see a new count at each replay. Parameters that always took part in the same steps share a counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView
+from fp8kit.autograd import Tensor
+from fp8kit.backends import dispatch
+from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError, expected
+from fp8kit.formats import float32, int64
+
+Group = dict[str, Any]
+Hyper = tuple[Any, ...]
+
+
+class _Counter:
+    """Steps taken, int64 [1], of ``holders`` parameters."""
+
+    __slots__ = ("holders", "view")
+
+    def __init__(self, view: ArrayView) -> None:
+        self.view = view
+        self.holders = 0
+
+
+class _State:
+    """What the optimiser keeps of one parameter: its counter, float32 arrays, and the float32 master of a 16-bit parameter."""
+
+    __slots__ = ("arrays", "counter", "master")
+
+    def __init__(self, param: ArrayView, counter: _Counter) -> None:
+        self.counter = counter
+        counter.holders += 1
+        self.arrays: dict[str, ArrayView] = {}
+        self.master: ArrayView | None = None
+        if param.dtype is not float32:
+            self.master = arrays.empty(param.shape, float32, param.device)
+            dispatch.kernels(param.device).copy(param, self.master, arrays.current_stream(param.device))
+
+    def slot(self, name: str, param: ArrayView) -> ArrayView:
+        """The array ``name``, zeros at first."""
+        found = self.arrays.get(name)
+        if found is None:
+            found = self.arrays[name] = arrays.zeros(param.shape, float32, param.device)
+        return found
+
+    def move(self, counter: _Counter) -> None:
+        """Count elsewhere from now on."""
+        self.counter.holders -= 1
+        counter.holders += 1
+        self.counter = counter
+
+    def named(self) -> dict[str, ArrayView]:
+        """Name -> array, the master included."""
+        return self.arrays if self.master is None else self.arrays | {"master": self.master}
+
+
+class Entry(NamedTuple):
+    """One parameter in one step."""
+
+    param: ArrayView
+    grad: ArrayView
+    state: _State
+    weight_decay: float
+
+
+class Batch(NamedTuple):
+    """Parameters of one device that share count and hyperparameters: what one kernel call takes. ``lr``: a number or float32 [1]."""
+
+    entries: list[Entry]
+    lr: float | ArrayView
+    hyper: Hyper
+    step: ArrayView
+    inv_scale: ArrayView | None
+    found_inf: ArrayView | None
+
+    def columns(self, *slots: str) -> tuple[list[Any], ...]:
+        """Lists of parameters, gradients, the arrays ``slots``, and masters, in the order of the kernels' arguments."""
+        params, grads, states, _ = zip(*self.entries, strict=True)
+        kept = [[state.slot(name, param) for param, state in zip(params, states, strict=True)] for name in slots]
+        return (list(params), list(grads), *kept, [state.master for state in states])
+
+    @property
+    def weight_decays(self) -> list[float]:
+        """One for each parameter."""
+        return [entry.weight_decay for entry in self.entries]
+
+
+class Optimizer:
+    """Base of optimisers. A subclass has ``columns``, the names of the flat hyperparameters in ``state_dict``'s "hyper" (the first is
+    ``lr``, the last ``weight_decay``), and ``flat``, ``nest``, ``slots`` and ``update``.
+
+    ``params``: tensors, or dicts ``{"params": [...], "lr": ...}`` whose other entries override the defaults. A 16-bit parameter has a
+    float32 master, made from its value at the first step, on which the update is made. A parameter without a gradient is left alone.
+    Load weights before the first step, or load the optimiser's state too: the masters, once made, are the truth.
+
+    ``param_groups`` is a list of dicts that may be changed between steps. ``lr`` is a number, or a float32 array of one element on the
+    parameters' device, which is read there at each step and can be changed without a new captured graph.
+
+    Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside their range, ShapeError for a
+    ``grad`` that was set to an array of another shape, dtype or device.
+    """
+
+    columns: ClassVar[tuple[str, ...]]
+
+    def __init__(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], defaults: Group) -> None:
+        name = type(self).__name__
+        if not isinstance(params, Iterable):
+            raise Fp8kitError(expected(name, "params", type(params).__name__, "tensors, such as model.parameters(), or dicts of them"))
+        given: list[Any] = list(params)
+        groups: list[Mapping[str, Any]] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        self.param_groups: list[Group] = []
+        seen: set[int] = set()
+        for group in groups:
+            if "params" not in group:
+                raise Fp8kitError(expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'))
+            unknown = set(group) - {"params", *defaults}
+            if unknown:
+                raise Fp8kitError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
+            whole: Group = {**defaults, **group, "params": list(group["params"])}
+            for param in whole["params"]:
+                if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
+                    what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
+                    raise Fp8kitError(expected(name, "params", what, "different tensors that require grad"))
+                seen.add(id(param))
+                if not param.view.contiguous or not _writable(param.view):
+                    what = f"strides {param.view.strides} or memory that is read-only"
+                    raise Fp8kitError(expected(name, "params", what, "C-contiguous memory that may be written"))
+            self.flat(whole)
+            self.param_groups.append(whole)
+        if not seen:
+            raise Fp8kitError(expected(name, "params", "nothing", "at least one tensor"))
+        self._states: dict[Tensor, _State] = {}
+
+    # --- what a subclass gives ----------------------------------------------------------------------------------------
+
+    def flat(self, group: Mapping[str, Any]) -> Hyper:
+        """A group's hyperparameters in the order of ``columns``; Fp8kitError for those outside their range."""
+        raise NotImplementedError
+
+    def nest(self, values: Sequence[float]) -> Group:
+        """The group's entries, without lr, from what ``flat`` gave."""
+        raise NotImplementedError
+
+    def slots(self, values: Sequence[float]) -> tuple[str, ...]:
+        """Names of the arrays kept for a parameter under these hyperparameters."""
+        raise NotImplementedError
+
+    def update(self, kernels: Any, batch: Batch, stream: int) -> None:
+        """One step of a batch."""
+        raise NotImplementedError
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group; setting it sets every group's. Reading one that is an array waits for the device."""
+        return _host(self.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = value
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for param in self._params():
+            param.grad = None
+
+    def step(self, inv_scale: Any = None, found_inf: Any = None) -> None:
+        """One update of every parameter that has a gradient, in stream order, without waiting for the device.
+
+        ``inv_scale``: float32 array of one element that gradients are multiplied by on the way. ``found_inf``: the same; where it is not 0,
+        nothing changes and the step does not count. ``GradScaler.step`` gives both.
+        """
+        by = None if inv_scale is None else self._one("inv_scale", inv_scale)
+        bad = None if found_inf is None else self._one("found_inf", found_inf)
+        taking: list[tuple[Tensor, ArrayView, float | ArrayView, Hyper]] = []
+        for group in self.param_groups:
+            hyper = self.flat(group)
+            lr = hyper[0] if isinstance(hyper[0], float) else self._one("lr", hyper[0])
+            taking += [(param, self._gradient(param), lr, hyper[1:]) for param in group["params"] if param.grad is not None]
+        self._count([param for param, *_ in taking], bad)
+        batches: dict[tuple[Any, ...], Batch] = {}
+        for param, grad, lr, hyper in taking:
+            state = self._states[param]
+            key = (id(state.counter), lr if isinstance(lr, float) else lr.ptr, *hyper[:-1])
+            if key not in batches:
+                batches[key] = Batch([], lr, hyper[:-1], state.counter.view, by, bad)
+            batches[key].entries.append(Entry(param.view, grad, state, hyper[-1]))
+        for batch in batches.values():
+            device = batch.step.device
+            self.update(dispatch.kernels(device), batch, arrays.current_stream(device))
+        for param, *_ in taking:
+            param.version().count += 1
+
+    def _count(self, params: Sequence[Tensor], found_inf: ArrayView | None) -> None:
+        """Make the states that are missing, and count the step: once for each counter. Parameters that leave behind others which
+        they shared a counter with get a copy of it."""
+        fresh: dict[arrays.Device, _Counter] = {}
+        taking: dict[int, list[_State]] = {}
+        for param in params:
+            state = self._states.get(param)
+            if state is None:
+                if param.device not in fresh:
+                    fresh[param.device] = _Counter(arrays.zeros((1,), int64, param.device))
+                state = self._states[param] = _State(param.view, fresh[param.device])
+            taking.setdefault(id(state.counter), []).append(state)
+        for states in taking.values():
+            counter = states[0].counter
+            if len(states) < counter.holders:
+                counter = _Counter(_copied(counter.view))
+                for state in states:
+                    state.move(counter)
+            device = counter.view.device
+            dispatch.kernels(device).count_(counter.view, found_inf, arrays.current_stream(device))
+
+    def _gradient(self, param: Tensor) -> ArrayView:
+        """The parameter's gradient; any array may have been set."""
+        grad = arrays.contiguous(arrays.as_view(param.grad))
+        if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
+            got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (grad, param))
+            raise ShapeError(expected(type(self).__name__, "grad", got, wanted))
+        return grad
+
+    def _one(self, argument: str, value: Any) -> ArrayView:
+        """A float32 array of one element on the parameters' device."""
+        view, devices = arrays.as_view(value), {param.device for param in self._params()}
+        if view.size != 1 or view.dtype is not float32 or devices != {view.device}:
+            got = f"{view.dtype.name} {view.shape} on {view.device}"
+            wanted = f"one float32 element on {', '.join(map(str, devices))}"
+            raise ShapeError(expected(type(self).__name__, argument, got, wanted))
+        return view
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, ArrayView]:
+        """Arrays by name, for ``fk.save``: ``steps`` int64 (parameters,), ``hyper`` float64 (groups, len(columns)), and for each
+        parameter i that has taken a step its float32 arrays, ``exp_avg.i`` and so on, and ``master.i``. Waits for the device."""
+        counts: dict[int, int] = {}
+        out: dict[str, ArrayView] = {}
+        steps = []
+        for i, param in enumerate(self._params()):
+            state = self._states.get(param)
+            if state is not None and id(state.counter) not in counts:
+                counts[id(state.counter)] = int(state.counter.view.numpy()[0])
+            steps.append(0 if state is None else counts[id(state.counter)])
+            if state is not None and steps[-1]:
+                out |= {f"{name}.{i}": view for name, view in state.named().items()}
+        hyper = [[_host(value) for value in self.flat(group)] for group in self.param_groups]
+        return {"steps": arrays.as_view(np.array(steps, np.int64)), "hyper": arrays.as_view(np.array(hyper, np.float64))} | out
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what ``state_dict`` gave; everything is checked before anything changes. CheckpointError where it does not fit."""
+        self.check_state_dict(state, strict)()
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
+        params, width = self._params(), len(self.columns)
+        views = {name: arrays.as_view(array) for name, array in state.items()}
+        wanted = {"steps": ((len(params),), "int64"), "hyper": ((len(self.param_groups), width), "float64")}
+        fits = {n: n in views and (views[n].shape, views[n].dtype.name) == w for n, w in wanted.items()}
+        steps = views["steps"].numpy() if fits["steps"] else np.zeros(len(params), np.int64)
+        rows = views["hyper"].numpy().tolist() if fits["hyper"] else [list(self.flat(group)) for group in self.param_groups]
+        owners = [row for row, group in zip(rows, self.param_groups, strict=True) for _ in group["params"]]
+        for i, (param, row) in enumerate(zip(params, owners, strict=True)):
+            if steps[i]:
+                names = (*self.slots(row), *(("master",) if param.dtype is not float32 else ()))
+                wanted |= {f"{name}.{i}": (param.shape, "float32") for name in names}
+        faults = [f"missing: {name}" for name in wanted if name not in views]
+        faults += [f"unexpected: {name}" for name in views if name not in wanted and strict]
+        for name, (shape, kind) in wanted.items():
+            if name in views and (views[name].shape, views[name].dtype.name) != (shape, kind):
+                faults.append(f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind} {shape}")
+        if (steps < 0).any():
+            faults.append(f"steps: got {steps.min()}, expected counts")
+        for row in rows if fits["hyper"] else ():
+            try:
+                self.flat({"lr": row[0], **self.nest(row)})
+            except Fp8kitError as error:
+                faults.append(f"hyper: {error}")
+        if faults:
+            raise CheckpointError(f"{type(self).__name__}.load_state_dict: {'; '.join(faults[:8])}")
+        return lambda: self._take(views, steps.tolist(), rows)
+
+    def _take(self, views: Mapping[str, ArrayView], steps: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+        for group, row in zip(self.param_groups, rows, strict=True):
+            if isinstance(group["lr"], int | float):
+                group["lr"] = row[0]
+            else:  # a captured graph reads it where it is
+                arrays.copy(arrays.as_view(group["lr"]), arrays.as_view(np.full(1, row[0], np.float32)))
+            group |= self.nest(row)
+        self._states = {}
+        counters: dict[tuple[arrays.Device, int], _Counter] = {}
+        for i, param in enumerate(self._params()):
+            if steps[i]:
+                key = (param.device, steps[i])
+                if key not in counters:
+                    counters[key] = _Counter(arrays.to(arrays.as_view(np.full(1, steps[i], np.int64)), param.device))
+                state = self._states[param] = _State(param.view, counters[key])
+                for name, view in views.items():
+                    slot, _, at = name.partition(".")
+                    if at == str(i):
+                        target = state.master if slot == "master" and state.master is not None else state.slot(slot, param.view)
+                        arrays.copy(target, arrays.contiguous(view))
+
+
+def number(operation: str, name: str, value: Any, below: float = math.inf) -> float:
+    """A hyperparameter as a float; Fp8kitError unless it is a finite number in [0, below)."""
+    try:
+        fits = 0 <= value < below and math.isfinite(value)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise Fp8kitError(expected(operation, name, repr(value), "finite and >= 0" if below == math.inf else f"in [0, {below:g})"))
+    return float(value)
+
+
+def rate(operation: str, value: Any) -> Any:
+    """A learning rate: a float, or an array of one float32 element as it is. Fp8kitError for another number."""
+    plain = isinstance(value, int | float | np.floating) or not hasattr(value, "shape")
+    return number(operation, "lr", value) if plain else value
+
+
+def _host(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float(arrays.as_view(value).numpy().reshape(-1)[0])
+
+
+def _copied(view: ArrayView) -> ArrayView:
+    own = arrays.empty(view.shape, view.dtype, view.device)
+    arrays.copy(own, view)
+    return own
+
+
+def _writable(view: ArrayView) -> bool:
+    return not isinstance(view.owner, np.ndarray) or bool(view.owner.flags.writeable)

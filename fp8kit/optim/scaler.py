@@ -1,0 +1,169 @@
+"""Dynamic loss scaling: float16 gradients are kept above float16's smallest numbers by a factor on the loss.
+
+Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2. Whether a step overflowed is known on the device only; the
+optimiser's kernel reads it there, so that nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.autograd import Tensor
+from fp8kit.autograd.tensors import fresh, record
+from fp8kit.backends import dispatch
+from fp8kit.errors import BackendError, CheckpointError, FormatError, Fp8kitError, expected
+from fp8kit.formats import float32
+from fp8kit.optim.base import Optimizer
+
+_DTYPES = {"scale": np.float32, "good_steps": np.int64}
+
+
+class GradScaler:
+    """Scales the loss, and with it all gradients, and takes the factor out again inside the optimiser's step ::
+
+        scaler.scale(loss).backward()
+        clip_grad_norm_(parameters, 1.0, scaler)        # optional
+        scaler.step(optimizer)                          # skipped where a gradient is Inf or NaN
+        scaler.update()                                 # the factor for the next step
+
+    * ``init_scale``: first factor. A step with Inf or NaN multiplies it by ``backoff_factor``; ``growth_interval`` good steps in a row
+      multiply it by ``growth_factor``.
+    * ``enabled``: False makes ``scale`` the identity, and ``step`` the optimiser's own.
+
+    The state is made on the first loss's device and lives there. Raises Fp8kitError for factors outside their range.
+    """
+
+    def __init__(self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000,
+                 enabled: bool = True) -> None:
+        limits = np.finfo(np.float32)
+        for name, value, fits, wanted in (
+            ("init_scale", init_scale, limits.tiny <= init_scale <= limits.max, "a positive float32 number"),
+            ("growth_factor", growth_factor, 1 < growth_factor < math.inf, "a finite number above 1"),
+            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "a number in (0, 1)"),
+            ("growth_interval", growth_interval, isinstance(growth_interval, int) and growth_interval >= 1, "an int >= 1"),
+        ):
+            if not fits:
+                raise Fp8kitError(expected("GradScaler", name, repr(value), wanted))
+        self.growth_factor, self.backoff_factor, self.growth_interval = float(growth_factor), float(backoff_factor), growth_interval
+        self.enabled = bool(enabled)
+        self._host: dict[str, Any] = {"scale": np.full(1, init_scale, np.float32), "good_steps": np.zeros(1, np.int64)}
+        self._views: dict[str, ArrayView] = {}
+        self._found: dict[Optimizer, ArrayView] = {}  # of the optimisers looked at since the last update
+        self._unscaled: set[Optimizer] = set()
+
+    def _state(self, device: Device) -> dict[str, ArrayView]:
+        """``scale``, ``inv_scale``, ``good_steps`` and ``found_inf`` on the device."""
+        if not self._views:
+            host = self._host | {"inv_scale": np.float32(1) / self._host["scale"], "found_inf": np.zeros(1, np.float32)}
+            self._views = {name: arrays.to(arrays.as_view(array.copy()), device) for name, array in host.items()}
+        if self._views["scale"].device != device:
+            raise BackendError(expected("GradScaler", "device", device, f"{self._views['scale'].device}, where its state is"))
+        return self._views
+
+    @property
+    def inv_scale(self) -> ArrayView | None:
+        """1 / the present factor, float32 [1] on the device; None where nothing is scaled."""
+        return self._views["inv_scale"] if self.enabled and self._views else None
+
+    def get_scale(self) -> float:
+        """The present factor; waits for the device."""
+        return float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0]) if self.enabled else 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step."""
+        if not self.enabled:
+            return loss
+        factor = self._state(loss.device)["scale"]
+
+        def times(view: ArrayView) -> ArrayView:
+            own = fresh(view)
+            dispatch.kernels(own.device).scale_([own], factor, None, arrays.current_stream(own.device))
+            return own
+
+        return record("scale", [loss], times(loss.view), lambda g: [times(g)])
+
+    def _look(self, optimizer: Optimizer, unscale: bool) -> ArrayView | None:
+        """found_inf of the optimiser's gradients, looked for once an update; None where it has no gradient."""
+        known = self._found.get(optimizer)
+        if known is not None and not unscale:
+            return known
+        grads = [arrays.contiguous(arrays.as_view(p.grad)) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if not grads:
+            return None
+        device = grads[0].device
+        state = self._state(device)
+        found = self._found[optimizer] = arrays.zeros((1,), float32, device)
+        kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
+        kernels.scale_(grads, state["inv_scale"] if unscale else None, found, stream)
+        kernels.amax(found.reshape(1, 1), state["found_inf"], (1, 1), stream)
+        return found
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Take the factor out of the optimiser's gradients now, so that they can be looked at; once before its step.
+
+        FormatError for 16-bit gradients, which would lose what the factor saved: ``clip_grad_norm_`` takes the scaler instead.
+        """
+        if not self.enabled:
+            return
+        if optimizer in self._unscaled or optimizer in self._found:
+            raise Fp8kitError(expected("GradScaler.unscale_", "optimizer", "one that was unscaled or stepped", "one call before its step"))
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            if param.grad is not None and param.dtype is not float32:
+                raise FormatError(expected("GradScaler.unscale_", "gradients", param.dtype.name, "float32"))
+        self._look(optimizer, True)
+        self._unscaled.add(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """``optimizer.step()`` on the gradients without the factor; where one of them is Inf or NaN nothing changes and no step counts."""
+        found = self._look(optimizer, False) if self.enabled else None
+        if found is None:
+            optimizer.step()
+            return
+        optimizer.step(None if optimizer in self._unscaled else self._views["inv_scale"], found)
+
+    def update(self) -> None:
+        """The factor for the next step, from what the steps since the last update found. Without a step nothing changes."""
+        if self._found:
+            state = self._views
+            device = state["scale"].device
+            dispatch.kernels(device).loss_scale_(
+                state["scale"], state["inv_scale"], state["good_steps"], state["found_inf"], self.growth_factor, self.backoff_factor,
+                self.growth_interval, arrays.current_stream(device))
+        self._found.clear()
+        self._unscaled.clear()
+
+    def state_dict(self) -> dict[str, ArrayView]:
+        """``scale`` float32 [1] and ``good_steps`` int64 [1], for ``fk.save``."""
+        return {name: self._views.get(name, arrays.as_view(self._host[name])) for name in _DTYPES}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what ``state_dict`` gave. CheckpointError where it does not fit."""
+        self.check_state_dict(state, strict)()
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
+        host = {name: arrays.as_view(array).numpy().copy() for name, array in state.items()}
+        faults = [f"missing: {n}" for n in _DTYPES if n not in host] + [f"unexpected: {n}" for n in host if n not in _DTYPES and strict]
+        for name, kind in _DTYPES.items():
+            if name in host and (host[name].shape, host[name].dtype) != ((1,), kind):
+                faults.append(f"{name}: got {host[name].dtype} {host[name].shape}, expected {np.dtype(kind)} (1,)")
+            elif name in host and not (np.isfinite(host[name][0]) and host[name][0] >= 0):
+                faults.append(f"{name}: got {host[name][0]}, expected a finite number >= 0")
+        if faults:
+            raise CheckpointError(f"GradScaler.load_state_dict: {'; '.join(faults)}")
+
+        def take() -> None:
+            device = self._views["scale"].device if self._views else None
+            self._host, self._views = {name: host[name] for name in _DTYPES}, {}
+            self._found.clear()
+            self._unscaled.clear()
+            if device is not None:
+                self._state(device)
+
+        return take

@@ -1,0 +1,12 @@
+// Current scaling's rule: from the largest absolute value to the factor before the cast.
+#pragma once
+#include "common.cuh"
+
+// Transformer Engine's compute_scale_from_amax: 1 where the amax is 0, Inf or NaN; a power of two where asked for, rounded down.
+DEVICE float scale_of(float amax, float fp8_max, float epsilon, float value_for_inf, bool power_2) {
+  if (amax < epsilon) amax = epsilon;  // a NaN stays
+  if (!(amax > 0.0f && amax < INF)) return 1.0f;
+  float scale = __fdiv_rn(fp8_max, amax);
+  if (scale == INF) scale = value_for_inf;
+  return power_2 ? __uint_as_float(__float_as_uint(scale) & 0xFF800000u) : scale;
+}

@@ -1,0 +1,101 @@
+"""Choosing implementations: what a policy allows, for whom and how long, and what is said when nothing is left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from fp8kit import arrays
+from fp8kit.backends import dispatch, policy
+from fp8kit.backends.policy import SelectionPolicy
+from fp8kit.backends.registry import CannotTake, Kind, OpImpl
+from fp8kit.errors import BackendError
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    policy.reset_global_policy()
+
+
+def test_a_switch_holds_from_now_on_or_for_a_block() -> None:
+    with dispatch.deterministic():
+        assert policy.get_policy().deterministic
+        with dispatch.use_backend("reference"):
+            assert (policy.get_policy().deterministic, policy.get_policy().backend) == (True, "reference")
+            assert dispatch.default_device() == arrays.CPU
+        assert policy.get_policy().backend is None
+        dispatch.deterministic(False)  # within a block: until the block ends
+        assert not policy.get_policy().deterministic
+    assert not policy.get_policy().deterministic
+    dispatch.deterministic()
+    assert policy.get_policy().deterministic
+    with pytest.raises(ZeroDivisionError), dispatch.deterministic(False):
+        _ = 1 / 0
+    assert policy.get_policy().deterministic
+
+
+def test_blocks_of_two_threads_end_in_any_order() -> None:
+    """A block concerns its own thread; what holds from now on concerns all."""
+    inside, leave = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def other() -> None:
+        seen.append(policy.get_policy().deterministic)
+        with dispatch.use_backend("reference"):
+            inside.set()
+            leave.wait(10)
+
+    with dispatch.deterministic():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(10)
+    leave.set()
+    thread.join()
+    assert seen == [False]
+    assert policy.get_policy() == SelectionPolicy()
+
+
+def test_another_engines_arrays_are_refused_by_name() -> None:
+    with dispatch.use_backend("cuda"), pytest.raises(BackendError, match=r"amax: .*device cpu.*use_backend\('cuda'\) is in force"):
+        dispatch.kernels(arrays.CPU)
+    with pytest.raises(BackendError, match="use_backend: name: got 'cudnn', expected one of reference, cuda"):
+        dispatch.use_backend("cudnn")
+
+
+def impl(name: str, kind: Kind = Kind.VENDOR, **more: object) -> OpImpl:
+    vendor = name if kind is Kind.VENDOR else None
+    return OpImpl("add", f"{name}.add", kind, lambda *args: name, vendor, **more)  # type: ignore[arg-type]
+
+
+def test_order_and_refusals() -> None:
+    a, b, c = impl("a"), impl("b", priority=200), impl("c", Kind.DEFAULT)
+    plain = SelectionPolicy()
+    assert plain.order("add", [c, b, a]) == [b, a, c]
+    assert SelectionPolicy(prefer="default").order("add", [b, a, c]) == [c, b, a]
+    tokens = SelectionPolicy(per_op=(("add", ("impl:a.add", "vendor:b")),))
+    assert tokens.order("add", [a, b, c]) == [a, b]
+    assert "denied" in str(SelectionPolicy(deny_vendors=frozenset("a"), allow_vendors=frozenset("a")).refuses(a))
+    assert "not among" in str(SelectionPolicy(allow_vendors=frozenset("b")).refuses(a))
+    assert plain.refuses(a) is None
+    with pytest.raises(BackendError, match="vendor"):
+        OpImpl("add", "x.add", Kind.VENDOR, lambda: None)
+    with pytest.raises(BackendError, match="no_kernel"):
+        OpImpl("no_kernel", "x.no_kernel", Kind.DEFAULT, lambda: None)
+
+
+def test_only_cannot_take_moves_on_to_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    def cannot(*args: object) -> object:
+        raise CannotTake("too long")
+
+    def fails(*args: object) -> object:
+        raise ValueError("a fault")
+
+    impls = [impl("a"), impl("b")]
+    chain = dispatch._chain(impls, [cannot, lambda *args: "second"])
+    assert [chain(), chain()] == ["second", "second"]
+    assert [r.getMessage() for r in caplog.records] == ["add: a.add cannot take the call (too long); the next implementation does"]
+    with pytest.raises(ValueError, match="a fault"):
+        dispatch._chain(impls, [fails, lambda *args: "second"])()

@@ -1,0 +1,105 @@
+"""Tensors and user-defined functions: whose memory a gradient is, what leaves the tape, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit import arrays
+from fp8kit.autograd import Context, Function, Tensor, tensor
+from fp8kit.errors import AutogradError, ShapeError
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+class Double(Function):
+    """Its gradient comes in Fortran order."""
+
+    @staticmethod
+    def forward(context: Context, *inputs: Any) -> Any:
+        return inputs[0] * 2
+
+    @staticmethod
+    def backward(context: Context, *cotangents: Any) -> Any:
+        return np.asfortranarray(cotangents[0] * 2)
+
+
+def test_a_gradient_never_is_the_users_memory() -> None:
+    given = np.ones_like(X)
+    leaf = tensor(X.copy(), requires_grad=True)
+    leaf.backward(given)
+    a, b = (tensor(X.copy(), requires_grad=True) for _ in "ab")
+    (a + b).backward(given)
+    assert len({given.ctypes.data, *[t.grad.ptr for t in (leaf, a, b)]}) == 4
+    for t in (leaf, a, b):
+        np.testing.assert_array_equal(t.grad.numpy(), given)
+
+
+def test_gradients_of_any_layout_reach_any_node() -> None:
+    x = tensor(X.reshape(6).copy(), requires_grad=True)
+    Double.apply(x.reshape(2, 3)).backward(X)
+    np.testing.assert_array_equal(x.grad.numpy(), 2 * X.reshape(6))
+
+
+def test_a_gradient_that_the_user_set_is_added_to() -> None:
+    x = tensor(X.copy(), requires_grad=True)
+    x.grad = X.copy()  # any array
+    Double.apply(x).backward(X)
+    np.testing.assert_array_equal(x.grad.numpy(), 3 * X)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_sum_with_an_array_stays_on_the_tape(turned: bool) -> None:
+    x = tensor(X.copy(), requires_grad=True)
+    y = X + x if turned else x + X
+    assert isinstance(y, Tensor)
+    np.testing.assert_array_equal(y, 2 * X)
+    y.backward(X)
+    np.testing.assert_array_equal(x.grad.numpy(), X)
+    with pytest.raises(TypeError):
+        _ = 1 + x if turned else x + 1
+
+
+def test_copies_own_their_memory_and_pickling_is_refused() -> None:
+    x = tensor(X.copy(), requires_grad=True)
+    other = copy.deepcopy(x)
+    x.data[...] = -1
+    np.testing.assert_array_equal(other, X)
+    assert other.requires_grad
+    with pytest.raises(AutogradError, match="detach"):
+        copy.deepcopy(x + X)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(x)
+
+
+def test_a_missing_or_wrong_backward_is_named() -> None:
+    class Silent(Function):
+        @staticmethod
+        def forward(context: Context, *inputs: Any) -> Any:
+            raise AssertionError("must not run")
+
+    class Wrong(Double):
+        @staticmethod
+        def backward(context: Context, *cotangents: Any) -> Any:
+            return cotangents[0].T
+
+    x = tensor(X.copy(), requires_grad=True)
+    with pytest.raises(AutogradError, match="Silent: has no backward, but input 1"):
+        Silent.apply(3, x)
+    with pytest.raises(ShapeError, match=r"Wrong.backward: gradient 0: got float32 \(3, 2\) on cpu, expected float32 \(2, 3\)"):
+        Wrong.apply(x).backward(X)
+    assert x.grad is None
+
+
+def test_a_chain_of_many_nodes_is_walked_and_freed() -> None:
+    x = tensor(np.ones(1, np.float32), requires_grad=True)
+    y = x
+    for _ in range(20_000):
+        y = y.reshape(1)
+    y.backward(arrays.zeros((1,), x.dtype, x.device))
+    del y
+    np.testing.assert_array_equal(x.grad.numpy(), [0])
