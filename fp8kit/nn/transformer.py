@@ -62,7 +62,8 @@ class TransformerLayer(Module):
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method, output_layer_init_method,
             layer_number, self_attn_mask_type, window_size, bottom_right_diagonal, num_gqa_groups=num_gqa_groups,
             input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved,
-            qkv_format=attn_input_format, return_bias=True, rotary_pos_interleaved=rotary_pos_interleaved, softmax_type=softmax_type, **shared)
+            qkv_format=attn_input_format, return_bias=True, rotary_pos_interleaved=rotary_pos_interleaved,
+            softmax_type=softmax_type, **shared)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, return_bias=True, init_method=init_method, activation=activation,
             output_layer_init_method=output_layer_init_method, **shared)
