@@ -14,9 +14,8 @@ _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_s
 _OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
 _WEIGHT = _GROUP | _OVERLAP | {"fuse_wgrad_accumulation": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None}
 _SIZES = {"seq_length": None, "micro_batch_size": None, "set_parallel_mode": False}
-_QK = {"rotary_pos_interleaved": False, "qk_norm_type": None, "qk_norm_eps": 1e-6, "qk_norm_before_rope": False}
-_SCORES = {"window_size": None, "bottom_right_diagonal": None, "softmax_type": "vanilla"}
-_WHOLE = _GROUP | _SIZES | _QK | _SCORES | {"fuse_wgrad_accumulation": False}
+_QK = {"qk_norm_type": None, "qk_norm_eps": 1e-6, "qk_norm_before_rope": False}
+_WHOLE = _GROUP | _SIZES | _QK | {"fuse_wgrad_accumulation": False}
 
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "Linear": _WEIGHT | {"rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
@@ -24,11 +23,11 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "RMSNorm": {"sequence_parallel": None},
     "LayerNormLinear": _WEIGHT | {"parallel_mode": None, "return_layernorm_output_gathered": False},
     "LayerNormMLP": _WEIGHT | _SIZES | {"return_layernorm_output_gathered": False, "activation_params": None},
-    "DotProductAttention": _GROUP | _SCORES | {
-        "attention_type": "self", "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None,
+    "DotProductAttention": _GROUP | {
+        "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None,
         "cp_comm_type": "p2p",
     },
-    "MultiheadAttention": _WHOLE | _OVERLAP | {"attention_type": "self"},
+    "MultiheadAttention": _WHOLE | _OVERLAP,
     "TransformerLayer": _WHOLE | {
         "enc_dec_attn_mask_type": "no_mask", "enc_dec_bottom_right_diagonal": None, "enc_dec_window_size": None,
         "parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0, "activation_params": None,
@@ -37,21 +36,16 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_CALL: dict[str, Any] = {
-    "attention_mask": None, "window_size": None, "bottom_right_diagonal": None, "checkpoint_core_attention": False,
-    "inference_params": None, "core_attention_bias_type": "no_bias", "core_attention_bias": None, "alibi_slopes": None,
-    "cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None, "max_seqlen_q": None, "max_seqlen_kv": None, "fast_zero_fill": True,
-    "pad_between_seqs": None,
-}  # fmt: skip
+_CALL: dict[str, Any] = {"checkpoint_core_attention": False, "inference_params": None}
 FORWARD: dict[str, dict[str, Any]] = {
     "DotProductAttention": _CALL | {
         "fp8_output": False, "bf16_backward": False, "num_splits": 1, "score_mod": None, "score_mod_bprop": None,
-        "score_mod_tensors": None, "score_mod_bprop_tensors": None, "kv_layer": None,
+        "score_mod_tensors": None, "score_mod_bprop_tensors": None,
     },
-    "MultiheadAttention": _CALL | {"encoder_output": None, "rotary_pos_emb": None},
+    "MultiheadAttention": _CALL,
     "TransformerLayer": _CALL | {
-        "encoder_output": None, "rotary_pos_emb": None, "enc_dec_attn_mask": None, "enc_dec_attn_mask_type": None,
-        "enc_dec_window_size": None, "enc_dec_bottom_right_diagonal": None,
+        "encoder_output": None, "enc_dec_attn_mask": None, "enc_dec_attn_mask_type": None, "enc_dec_window_size": None,
+        "enc_dec_bottom_right_diagonal": None,
     },
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.nn import random
-from fp8kit.nn.attention import MultiheadAttention
+from fp8kit.nn.attention import CORE_OPTIONS, MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec
 from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later, not_yet
 from fp8kit.nn.module import Module, as_tensor, positive
@@ -16,6 +16,8 @@ from fp8kit.nn.norm import LayerNorm, RMSNorm
 from fp8kit.nn.norm_mlp import LayerNormMLP
 from fp8kit.nn.random import Init
 from fp8kit.ops.dropout_add import dropout_add
+
+_CORE_OPTIONS = tuple(name for name in CORE_OPTIONS if name not in ("attention_mask", "attn_mask_type"))
 
 
 class TransformerLayer(Module):
@@ -26,7 +28,8 @@ class TransformerLayer(Module):
 
     * ``hidden_size`` H, ``ffn_hidden_size``, ``num_attention_heads``, ``num_gqa_groups``, ``kv_channels``: as the children.
     * ``hidden_dropout``: of both branches' outputs; ``attention_dropout``: of the attention weights; while training.
-    * ``self_attn_mask_type``: "no_mask", "causal", "padding" or "padding_causal". ``attn_input_format``: "sbhd" or "bshd".
+    * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``rotary_pos_interleaved``: as
+      ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
     * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the
       attention's input is left out, and one of the layer's output added (child ``layernorm``).
     * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2; None is normal(0, 0.023).
@@ -37,11 +40,12 @@ class TransformerLayer(Module):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
                  layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
                  init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
-                 kv_channels: int | None = None, self_attn_mask_type: str = "causal", *, params_dtype: Any = None,
+                 kv_channels: int | None = None, self_attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
+                 bottom_right_diagonal: bool | None = None, *, params_dtype: Any = None,
                  apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False, fuse_qkv_params: bool = False,
                  zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, bias: bool = True, activation: str = "gelu",
                  normalization: str = "LayerNorm", device: Any = None, attn_input_format: str = "sbhd", name: str | None = None,
-                 **other: Any) -> None:
+                 rotary_pos_interleaved: bool = False, softmax_type: str = "vanilla", **other: Any) -> None:
         op = "TransformerLayer"
         later(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
@@ -56,9 +60,10 @@ class TransformerLayer(Module):
                                   "params_dtype": params_dtype, "device": device}
         self.self_attention = MultiheadAttention(
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method, output_layer_init_method,
-            layer_number, self_attn_mask_type, num_gqa_groups=num_gqa_groups, input_layernorm=not output_layernorm,
-            fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved, qkv_format=attn_input_format,
-            return_bias=True, **shared)
+            layer_number, self_attn_mask_type, window_size, bottom_right_diagonal, num_gqa_groups=num_gqa_groups,
+            input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved,
+            qkv_format=attn_input_format, return_bias=True, rotary_pos_interleaved=rotary_pos_interleaved,
+            softmax_type=softmax_type, **shared)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, return_bias=True, init_method=init_method, activation=activation,
             output_layer_init_method=output_layer_init_method, **shared)
@@ -68,11 +73,14 @@ class TransformerLayer(Module):
             self.layernorm = kind(hidden_size, layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device)
 
-    def forward(self, hidden_states: Any, self_attn_mask_type: str | None = None, is_first_microbatch: bool | None = None,
-                cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **other: Any) -> Tensor:
-        """``hidden_states``: h (s, b, H), or (b, s, H) with "bshd". ``self_attn_mask_type`` overrides the constructor's;
-        ``cu_seqlens``: int32 (b + 1,), for padding masks. ``is_first_microbatch``: see ``Linear``. Returns the same shape and dtype.
+    def forward(self, hidden_states: Any, attention_mask: Any = None, self_attn_mask_type: str | None = None, *,
+                is_first_microbatch: bool | None = None, rotary_pos_emb: Any = None, **other: Any) -> Tensor:
+        """``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd". ``self_attn_mask_type`` overrides the constructor's;
+        ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q`` and the other options of the attention: as ``MultiheadAttention.forward``.
+        ``is_first_microbatch``: see ``Linear``. Returns the same shape and dtype.
         """
+        options = {name: other.pop(name) for name in _CORE_OPTIONS if name in other}
+        options |= {"attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type}
         later("TransformerLayer", FORWARD["TransformerLayer"], other)
         x = as_tensor("TransformerLayer", "hidden_states", hidden_states)
         post = self.apply_residual_connection_post_layernorm
@@ -80,7 +88,7 @@ class TransformerLayer(Module):
         stream = "normed" if post else "residual"
         attention = self.self_attention
         bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
-        out = attention.branch(x, is_first_microbatch, bias, self_attn_mask_type, cu_seqlens_q, cu_seqlens_kv, **wanted)
+        out = attention.branch(x, is_first_microbatch, bias, options, None, rotary_pos_emb, **wanted)
         a = self._join(out["y"], attention.proj_bias, out[stream])
         out = self.layernorm_mlp.branch(a, is_first_microbatch, bias, **wanted)
         y = self._join(out["y"], self.layernorm_mlp.fc2_bias, out[stream])

@@ -1,83 +1,26 @@
-"""Scaled dot-product attention as one operation: o = dropout(softmax(mask(scale * q k^T))) v per head.
+"""Scaled dot-product attention as one operation: o = dropout(softmax(scores)) v per head, over the scores that the mask leaves.
 
 Source: Vaswani et al., Attention Is All You Need, 2017, section 3.2; grouped query heads: Ainslie et al. 2023; the gradients recompute
 the probabilities from the rows' log-sum-exp (Dao et al., FlashAttention, 2022, appendix B).
+
+The kernels know padded batches only. Sequences that lie one after the other ("thd") are unpacked before and packed after them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
+from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
+from fp8kit.ops.attention_spec import FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check, length_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
-# layout -> input name -> the parts that lie in its last dimension, in this order
-LAYOUTS: dict[str, dict[str, str]] = {
-    "separate": {"q": "q", "k": "k", "v": "v"},
-    "q_kv": {"q": "q", "kv": "kv"},
-    "qkv": {"qkv": "qkv"},
-    "qkv_interleaved": {"qkv": "qkv"},
-}
-FORMATS = ("sbhd", "bshd")
-MASKS = ("no_mask", "causal", "padding", "padding_causal")
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Static arguments of ``Attention``.
-
-    * ``num_heads``: query heads h. ``num_gqa_groups``: key and value heads g, a divisor of h; 0 means h.
-    * ``head_dim``: features d of one head.
-    * ``qkv_format``: order of the leading dimensions, "sbhd" (sequence first) or "bshd".
-    * ``mask``: "no_mask", "causal" (row i sees columns 0 ... i, aligned top-left), "padding" or "padding_causal" (each batch's true lengths
-      come in ``cu_seqlens``).
-    * ``softmax_scale``: factor of q k^T; 0 means 1 / sqrt(head_dim).
-    * ``dropout``: probability of dropping an attention weight, in [0, 1).
-    * ``deterministic``: backward gives the same bits every time.
-    * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A packed input holds its parts one
-      after the other in the last dimension: [h * d of q | g * d of k | g * d of v]. "qkv_interleaved": one input qkv, head after head, each
-      [d of q | d of k | d of v]; only where g = h.
-    """
-
-    num_heads: int
-    head_dim: int
-    num_gqa_groups: int = 0
-    qkv_format: str = "sbhd"
-    mask: str = "causal"
-    softmax_scale: float = 0.0
-    dropout: float = 0.0
-    deterministic: bool = False
-    layout: str = "qkv"
-
-    def __post_init__(self) -> None:
-        if self.num_gqa_groups == 0:
-            object.__setattr__(self, "num_gqa_groups", self.num_heads)
-        if self.softmax_scale == 0 and self.head_dim > 0:
-            object.__setattr__(self, "softmax_scale", 1 / math.sqrt(self.head_dim))
-
-    def heads(self, part: str) -> int:
-        """Heads of "q", "k" or "v"."""
-        return self.num_heads if part == "q" else self.num_gqa_groups
-
-    def width(self, parts: str) -> int:
-        """Features of an input that holds ``parts``."""
-        return sum(self.heads(part) for part in parts) * self.head_dim
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether the parts of the packed input alternate from head to head."""
-        return self.layout == "qkv_interleaved"
-
-    @property
-    def padded(self) -> bool:
-        """Whether the mask needs cu_seqlens."""
-        return self.mask.startswith("padding")
+__all__ = ["FORMATS", "LAYOUTS", "MASKS", "Attention", "AttentionSpec", "attention"]
 
 
 class Part(NamedTuple):
@@ -93,13 +36,28 @@ class Part(NamedTuple):
         return view.with_strides(self.shape, self.strides, self.offset)
 
 
-class Attention(Operation):
-    """Inputs by ``spec.layout``: q (s_q, b, h * d), k and v (s_kv, b, g * d) or their packed form, h (float32, bfloat16 or float16),
-    C-contiguous; the heads of an unpacked part may be a dimension of their own: (s_q, b, h, d). With "bshd" b comes first.
+class Dense(NamedTuple):
+    """The call as the kernels see it: ``spec`` with a padded format, each input's ``shapes`` there, the ``parts`` q, k, v, o's shape."""
 
-    ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, with a padding mask and only there.
-    ``rng``: int64 (2,) seed and offset, where dropout > 0. Output ``o``: (s_q, b, h * d), as the projection wants it; rows
-    beyond the true length are 0. Saved: ``lse``, float32 (b, h, s_q), the rows' log-sum-exp.
+    spec: AttentionSpec
+    shapes: dict[str, Shape]
+    parts: dict[str, Part]
+    o: Shape
+
+
+class Attention(Operation):
+    """Inputs by ``spec.layout``: q (s_q, b, h * d), k (s_kv, b, g * d) and v (s_kv, b, g * d_v), or their packed form, h (float32, bfloat16
+    or float16), C-contiguous; the heads of an unpacked part may be a dimension of their own: (s_q, b, h, d). With "bshd" b comes
+    first; with "thd" t tokens stand where s and b stand.
+
+    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, with a padding mask and only there. With "thd"
+      also ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded``: where each sequence starts, if there are gaps between them.
+    * ``mask``: bool or uint8 (1 | b, 1 | h, 1 | s_q, s_kv), with mask "arbitrary". ``bias``: likewise, in the inputs' dtype, with a bias.
+    * ``alibi_slopes``: float32 (h,) or (b, h), with "alibi". ``softmax_offset``: float32 (h,), with softmax type "learnable".
+    * ``rng``: int64 (2,) seed and offset, where dropout > 0.
+
+    Output ``o``: (s_q, b, h * d_v), as the projection wants it; rows beyond the true length, and tokens of no sequence, are 0. Saved:
+    ``lse``, float32 (b, h, s_q), the rows' log-sum-exp. Gradients of q, k, v (in their layout), bias and softmax_offset.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes.
     """
@@ -107,116 +65,128 @@ class Attention(Operation):
     name: ClassVar[str] = "attention"
 
     def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
-        _check_spec(spec)
-        parts = LAYOUTS[spec.layout]
+        check(spec)
+        layout = LAYOUTS[spec.layout]
         kind = _check_inputs(spec, metas)
-        q = _meta(metas, "q" if "q" in parts else "qkv").shape
-        batch, rows = _batch(spec, q), _length(spec, q)
-        outputs = {"o": Meta((*q[:2], spec.width("q")), kind)}
-        if not needs & parts.keys():
+        dense = _dense(spec, metas)
+        extras = _check_extras(spec, metas, dense, kind)
+        q = _meta(metas, next(iter(layout))).shape
+        outputs = {"o": Meta((*_leading(spec, q), spec.num_heads * spec.head_dim_v), kind)}
+        if not needs & {*layout, "bias", "softmax_offset"}:
             return Signature(outputs)
-        extra = (*(("cu_seqlens_q", "cu_seqlens_kv") if spec.padded else ()), *(("rng",) if spec.dropout else ()))
         return Signature(
             outputs,
-            saved={"lse": Meta((batch, spec.num_heads, rows), formats.float32)},
-            kept=(*parts, "o", *extra),
-            grads={name: Meta(_meta(metas, name).shape, kind) for name in parts if name in needs},
+            saved={"lse": Meta(_lse_shape(dense), formats.float32)},
+            kept=(*layout, "o", *extras),
+            grads={n: Meta(_meta(metas, n).shape, _meta(metas, n).dtype) for n in (*layout, "bias", "softmax_offset") if n in needs},
         )
 
     def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
-        parts = _place(spec, metas)
-        kind = signature.outputs["o"].dtype
-        shapes = parts["q"].shape, parts["k"].shape
+        dense, kind = _dense(spec, metas), signature.outputs["o"].dtype
+        shapes = [part.shape for part in dense.parts.values()]
+        dbias = signature.grads["bias"].shape if "bias" in signature.grads else None
 
-        def workspace(backward: bool) -> Meta:
-            return Meta((kernels.attention_workspace(*shapes, kind, spec, backward),), formats.uint8)
+        def workspace(backward: bool) -> dict[str, Meta]:
+            nbytes = kernels.attention_workspace(*shapes, dbias if backward else None, kind, dense.spec, backward)
+            return {"workspace": Meta((nbytes,), formats.uint8)}
 
-        scratch = {"workspace": workspace(False)}
+        def padded(names: Iterable[str]) -> dict[str, Meta]:
+            """Room for the padded form of ``names``, nothing where the format is a padded one."""
+            whole = {**dense.shapes, "o": dense.o, "do": dense.o, **{f"d{name}": shape for name, shape in dense.shapes.items()}}
+            return {f"dense_{name}": Meta(whole[name], kind) for name in names} if spec.packed else {}
+
+        scratch = workspace(False) | padded((*dense.shapes, "o"))
         if not signature.saved:
-            scratch["lse"] = Meta((_batch(spec, shapes[0]), spec.num_heads, _length(spec, shapes[0])), formats.float32)
-            return Plan(spec, signature, kernels, scratch, {}, parts)
-        unwanted = {name: Meta(_meta(metas, name).shape, kind) for name in LAYOUTS[spec.layout] if name not in signature.grads}
-        return Plan(spec, signature, kernels, scratch, {"workspace": workspace(True), **unwanted}, parts)
+            return Plan(spec, signature, kernels, scratch | {"lse": Meta(_lse_shape(dense), formats.float32)}, {}, dense)
+        backward = workspace(True) | padded((*dense.shapes, "o", "do", *(f"d{name}" for name in dense.shapes)))
+        if not spec.packed:
+            backward |= {f"dense_d{name}": Meta(shape, kind) for name, shape in dense.shapes.items() if name not in signature.grads}
+        return Plan(spec, signature, kernels, scratch, backward, dense)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        spec: AttentionSpec = plan.spec
-        q, k, v = _views(plan, inputs)
+        spec, dense = plan.spec, plan.extra
+        q, k, v = _parts(dense, {name: _unpacked(plan, inputs, inputs[name], name, scratch, stream) for name in dense.shapes})
+        o = scratch["dense_o"] if spec.packed else outputs["o"]
         lse = saved["lse"] if plan.signature.saved else scratch["lse"]
-        plan.kernels.attention_fwd(
-            q,
-            k,
-            v,
-            _heads_apart(outputs["o"], q),
-            lse,
-            inputs.get("cu_seqlens_q"),
-            inputs.get("cu_seqlens_kv"),
-            inputs["rng"] if spec.dropout else None,
-            spec,
-            scratch["workspace"],
-            stream,
-        )
+        plan.kernels.attention_fwd(q, k, v, _heads_apart(o, dense), lse, _extras(spec, inputs), dense.spec, scratch["workspace"], stream)
+        if spec.packed:
+            plan.kernels.pack_sequences(o, _tokens(outputs["o"]), *_places(inputs, "q"), stream)
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
-        spec: AttentionSpec = plan.spec
-        q, k, v = _views(plan, kept)
-        dq, dk, dv = _views(plan, {name: grads.get(name) or scratch[name] for name in LAYOUTS[spec.layout]})
+        spec, dense = plan.spec, plan.extra
+        q, k, v = _parts(dense, {name: _unpacked(plan, kept, kept[name], name, scratch, stream) for name in dense.shapes})
+        o = _heads_apart(_unpacked(plan, kept, kept["o"], "o", scratch, stream), dense)
+        do = _heads_apart(_unpacked(plan, kept, cotangents["o"], "do", scratch, stream), dense)
+        whole = {name: scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
+        dq, dk, dv = _parts(dense, whole)
         plan.kernels.attention_bwd(
-            _heads_apart(cotangents["o"], q),
-            q,
-            k,
-            v,
-            _heads_apart(kept["o"], q),
-            saved["lse"],
-            dq,
-            dk,
-            dv,
-            kept.get("cu_seqlens_q"),
-            kept.get("cu_seqlens_kv"),
-            kept["rng"] if spec.dropout else None,
-            spec,
-            spec.deterministic,
-            scratch["workspace"],
-            stream,
-        )
+            do, q, k, v, o, saved["lse"], dq, dk, dv, grads.get("bias"), grads.get("softmax_offset"), _extras(spec, kept), dense.spec,
+            spec.deterministic, scratch["workspace"], stream,
+        )  # fmt: skip
+        if spec.packed:
+            for name in dense.shapes:
+                if name in plan.signature.grads:
+                    plan.kernels.pack_sequences(whole[name], _tokens(grads[name]), *_places(kept, _side(name)), stream)
 
 
 attention = Attention()
 
 
-def _views(plan: Plan, views: Views) -> tuple[ArrayView, ArrayView, ArrayView]:
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def _parts(dense: Dense, views: Views) -> tuple[ArrayView, ArrayView, ArrayView]:
     """The strided q, k, v inside the inputs (or dq, dk, dv inside their gradients)."""
-    q, k, v = (part.of(views[part.input]) for part in plan.extra.values())
+    q, k, v = (part.of(_there(views[part.input])) for part in dense.parts.values())
     return q, k, v
 
 
-def _heads_apart(o: ArrayView | None, q: ArrayView) -> ArrayView:
-    """o (s, b, h * d) as (s, b, h, d)."""
-    assert o is not None
-    return o.with_strides(q.shape, contiguous_strides(q.shape))
+def _there(view: ArrayView | None) -> ArrayView:
+    assert view is not None
+    return view
 
 
-def _place(spec: AttentionSpec, metas: Metas) -> dict[str, Part]:
-    """Where q, k and v lie, in this order."""
-    places = {}
-    for name, parts in LAYOUTS[spec.layout].items():
-        first, second = _meta(metas, name).shape[:2]
-        width, offset = spec.width(parts), 0
-        for part in parts:
-            shape = (first, second, spec.heads(part), spec.head_dim)
-            head = len(parts) * spec.head_dim if spec.interleaved else spec.head_dim  # from one head of a part to its next
-            places[part] = Part(name, shape, (second * width, width, head, 1), offset)
-            offset += spec.head_dim if spec.interleaved else spec.width(part)
-    return places
+def _heads_apart(o: ArrayView | None, dense: Dense) -> ArrayView:
+    """o (s, b, h * d_v) as (s, b, h, d_v)."""
+    shape = (*dense.parts["q"].shape[:3], dense.spec.head_dim_v)
+    return _there(o).with_strides(shape, contiguous_strides(shape))
 
 
-def _batch(spec: AttentionSpec, shape: Shape) -> int:
-    return shape[spec.qkv_format.index("b")]
+def _extras(spec: AttentionSpec, views: Views) -> AttentionExtras:
+    """What the kernels read beside q, k and v; a generator that is at hand but not needed is left out."""
+    rng = views["rng"] if spec.dropout else None
+    return AttentionExtras(rng=rng, **{name: views.get(name) for name in AttentionExtras._fields if name != "rng"})
 
 
-def _length(spec: AttentionSpec, shape: Shape) -> int:
-    return shape[spec.qkv_format.index("s")]
+def _side(name: str) -> str:
+    """Whose lengths an array has: q's or those of k and v."""
+    return "kv" if name in ("k", "v", "kv") else "q"
+
+
+def _places(views: Views, side: str) -> tuple[ArrayView, ArrayView]:
+    """Running sums of the true lengths, and where the sequences start."""
+    lengths = _there(views[f"cu_seqlens_{side}"])
+    return lengths, views.get(f"cu_seqlens_{side}_padded") or lengths
+
+
+def _tokens(view: ArrayView | None) -> ArrayView:
+    """(t, h * d) or (t, h, d) as a matrix of tokens."""
+    view = _there(view)
+    return view.reshape(view.shape[0], -1)
+
+
+def _unpacked(plan: Plan, views: Views, view: ArrayView | None, name: str, scratch: Views, stream: int) -> ArrayView:
+    """An array in the padded form that the kernels take; itself where it has it."""
+    if not plan.spec.packed:
+        return _there(view)
+    dense = _there(scratch[f"dense_{name}"])
+    plan.kernels.unpack_sequences(_tokens(view), dense, *_places(views, _side(name)), stream)
+    return dense
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def _meta(metas: Metas, name: str) -> Meta:
@@ -226,20 +196,35 @@ def _meta(metas: Metas, name: str) -> Meta:
     return meta
 
 
-def _check_spec(spec: AttentionSpec) -> None:
-    def check(argument: str, fits: bool, wanted: str) -> None:
-        if not fits:
-            raise ShapeError(expected("attention", argument, repr(getattr(spec, argument)), wanted))
+def _leading(spec: AttentionSpec, shape: Shape) -> Shape:
+    """The dimensions before the features: (s, b), (b, s) or (t,)."""
+    return shape[: 1 if spec.packed else 2]
 
-    check("num_heads", spec.num_heads > 0, "at least 1")
-    check("head_dim", spec.head_dim > 0, "at least 1")
-    check("num_gqa_groups", spec.num_gqa_groups > 0 and spec.num_heads % spec.num_gqa_groups == 0, f"a divisor of {spec.num_heads} heads")
-    check("qkv_format", spec.qkv_format in FORMATS, f"one of {', '.join(FORMATS)}")
-    check("mask", spec.mask in MASKS, f"one of {', '.join(MASKS)}")
-    check("layout", spec.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}")
-    check("layout", not spec.interleaved or spec.num_gqa_groups == spec.num_heads, f"one with {spec.num_gqa_groups} groups of heads")
-    check("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
-    check("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
+
+def _lse_shape(dense: Dense) -> Shape:
+    form, q = dense.spec.qkv_format, dense.parts["q"].shape
+    return batch_of(form, q), dense.spec.num_heads, length_of(form, q)
+
+
+def _dense(spec: AttentionSpec, metas: Metas) -> Dense:
+    """The call in a padded format."""
+    inner = dataclasses.replace(spec, qkv_format="bshd") if spec.packed else spec
+    shapes, parts = {}, {}
+    for name, letters in LAYOUTS[spec.layout].items():
+        leading = _leading(spec, _meta(metas, name).shape)
+        if spec.packed:
+            leading = (_meta(metas, "cu_seqlens_q").shape[0] - 1, spec.max_seqlen_kv if _side(name) == "kv" else spec.max_seqlen_q)
+        width, offset = spec.width(letters), 0
+        shapes[name] = (*leading, width)
+        for part in letters:
+            shape = (*leading, spec.heads(part), spec.features(part))
+            head = sum(spec.features(other) for other in letters) if spec.interleaved else spec.features(part)  # from head to head
+            parts[part] = Part(name, shape, (leading[1] * width, width, head, 1), offset)
+            offset += spec.features(part) if spec.interleaved else spec.width(part)
+    return Dense(inner, shapes, parts, (*parts["q"].shape[:2], spec.num_heads * spec.head_dim_v))
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
@@ -249,41 +234,79 @@ def _check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     if kind not in HIGH_PRECISION:
         raise FormatError(expected("attention", next(iter(layout)), kind, "float32, bfloat16 or float16"))
     rows: dict[str, tuple[str, Shape]] = {}  # side of the product -> (input, leading dimensions) first seen there
+    dims = 1 if spec.packed else 2
     for name, parts in layout.items():
         shape, dtype = _meta(metas, name)[:2]
         if dtype is not kind:
             raise FormatError(expected("attention", name, dtype, f"{kind} as the other inputs"))
-        wanted = [(spec.width(parts),), *([(spec.heads(parts), spec.head_dim)] if len(parts) == 1 else [])]
-        if len(shape) < 3 or shape[2:] not in wanted or 0 in shape:
-            leading = ", ".join("sequence" if letter == "s" else "batch" for letter in spec.qkv_format[:2])
+        wanted = [(spec.width(parts),), *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else [])]
+        if len(shape) < dims + 1 or shape[dims:] not in wanted or 0 in shape:
+            letters = {"s": "sequence", "b": "batch", "t": "tokens"}
+            leading = ", ".join(letters[letter] for letter in spec.qkv_format[:dims])
             forms = " or ".join(f"({leading}, {', '.join(map(str, last))})" for last in wanted)
             raise ShapeError(expected("attention", name, f"shape {shape}", f"{forms}, nothing empty"))
-        _, seen = rows.setdefault("q" if "q" in parts else "kv", (name, shape[:2]))
-        if shape[:2] != seen:
+        _, seen = rows.setdefault(_side(name), (name, shape[:dims]))
+        if shape[:dims] != seen:
             raise ShapeError(expected("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v"))
-    batches = {_batch(spec, shape): name for name, shape in rows.values()}
-    if len(batches) > 1:
-        raise ShapeError(expected("attention", "batch", f"{batches}", "one batch size"))
-    _check_small(spec, metas, next(iter(batches)))
+    if not spec.packed:
+        batches = {batch_of(spec.qkv_format, shape): name for name, shape in rows.values()}
+        if len(batches) > 1:
+            raise ShapeError(expected("attention", "batch", f"{batches}", "one batch size"))
+        return kind
+    lengths = _meta(metas, "cu_seqlens_q").shape
+    if len(lengths) != 1 or lengths[0] < 2:
+        raise ShapeError(expected("attention", "cu_seqlens_q", f"shape {lengths}", "(batch + 1,)"))
+    if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
+        raise ShapeError(expected("attention", "max_seqlen_kv", spec.max_seqlen_kv, f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv"))
     return kind
 
 
-def _check_small(spec: AttentionSpec, metas: Metas, batch: int) -> None:
-    """cu_seqlens and rng: there where they are needed, and as they should be."""
-    small: Mapping[str, tuple[bool, Meta, str]] = {
-        "cu_seqlens_q": (spec.padded, Meta((batch + 1,), formats.int32), f"with mask {spec.mask!r}"),
-        "cu_seqlens_kv": (spec.padded, Meta((batch + 1,), formats.int32), f"with mask {spec.mask!r}"),
-        "rng": (spec.dropout > 0, Meta((2,), formats.int64), f"with dropout {spec.dropout}"),
-    }
-    for name, (needed, wanted, why) in small.items():
+class _Extra(NamedTuple):
+    """One of the further inputs: whether it may come, whether it must, its dtypes and shapes, how an error says the shapes, and why."""
+
+    may: bool
+    must: bool
+    dtypes: tuple[DType, ...]
+    shapes: list[Shape]
+    said: str
+    why: str
+
+
+def _check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
+    """What comes beside q, k and v: there where it is needed, and as it should be. The names that are there, but for an unused rng."""
+    batch, heads, rows = _lse_shape(dense)
+    columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
+    over_scores: list[Shape] = [(b, h, r, columns) for b in {1, batch} for h in {1, heads} for r in {1, rows}]
+    lengths: list[Shape] = [(batch + 1,)]
+    said = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
+    why_padded = f"with mask {spec.mask!r}, qkv_format {spec.qkv_format!r}"
+    sums = _Extra(spec.padded, spec.padded, (formats.int32,), lengths, str(lengths[0]), why_padded)
+    table = {
+        "cu_seqlens_q": sums,
+        "cu_seqlens_kv": sums,
+        "cu_seqlens_q_padded": sums._replace(may=spec.packed, must=False),
+        "cu_seqlens_kv_padded": sums._replace(may=spec.packed, must=False),
+        "mask": _Extra(spec.masked, spec.masked, (formats.bool_, formats.uint8), over_scores, said, f"with mask {spec.mask!r}"),
+        "bias": _Extra(spec.biased, spec.biased, (kind,), over_scores, said, f"with bias {spec.bias!r}"),
+        "alibi_slopes": _Extra(spec.bias == "alibi", spec.bias == "alibi", (formats.float32,), [(heads,), (batch, heads)],
+                               f"({heads},) or ({batch}, {heads})", f"with bias {spec.bias!r}"),
+        "softmax_offset": _Extra(spec.softmax_type == "learnable", spec.softmax_type == "learnable", (formats.float32,), [(heads,)],
+                                 f"({heads},)", f"with softmax_type {spec.softmax_type!r}"),
+        "rng": _Extra(True, spec.dropout > 0, (formats.int64,), [(2,)], "(2,)", f"with dropout {spec.dropout}"),
+    }  # fmt: skip
+    found = []
+    for name, (may, must, dtypes, shapes, said, why) in table.items():
         meta = metas.get(name)
         if meta is None:
-            if needed:
-                raise ShapeError(expected("attention", name, None, f"{wanted.dtype.name} {wanted.shape} {why}"))
+            if must:
+                raise ShapeError(expected("attention", name, None, f"{dtypes[0].name} {said} {why}"))
             continue
-        if not needed and name != "rng":  # a generator may be at hand where nothing is dropped; lengths would go unheard
+        if not may:
             raise ShapeError(expected("attention", name, f"shape {meta.shape}", f"None {why}"))
-        if meta.dtype is not wanted.dtype:
-            raise FormatError(expected("attention", name, meta.dtype, wanted.dtype.name))
-        if meta.shape != wanted.shape:
-            raise ShapeError(expected("attention", name, f"shape {meta.shape}", f"{wanted.shape}"))
+        if meta.dtype not in dtypes:
+            raise FormatError(expected("attention", name, meta.dtype, " or ".join(d.name for d in dtypes)))
+        if meta.shape not in shapes:
+            raise ShapeError(expected("attention", name, f"shape {meta.shape}", said))
+        if must or name != "rng":
+            found.append(name)
+    return tuple(found)

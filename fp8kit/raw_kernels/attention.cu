@@ -1,91 +1,62 @@
-// functions: attention_softmax, attention_softmax_bwd, attention_store, attention_zero_padding, attention_lse_padding, attention_lengths
+// functions: attention_softmax, attention_softmax_bwd, attention_dbias, attention_doffset_partial, attention_doffset, attention_store
 // variants: T=f32,bf16,f16
 //
-// What stands between the matrix products of the unfused attention, and what pads round cuDNN's. T is the dtype of q, k, v, o.
+// What stands between the matrix products of the unfused attention. T is the dtype of q, k, v, o.
 //
 // The score kernels work on a tile of scores: `gridDim.x` consecutive rows (from `row0` on) of `gridDim.y` query heads (`head0`,
 // `head0 + head_step`, ...) of batch `batch`; tile element (y, x, j) lies at (y * gridDim.x + x) * s_kv + j. One block does one row.
 // Source of the formulas: Dao et al., FlashAttention, 2022, appendix B.
 
-#include "philox.cuh"
+#include "attention.cuh"
 
-// One row of the tile: who it is and what it sees.
-struct Row {
-  i64 in_tile;  // first element in the tile
-  i64 stats;    // index into lse (b, h, s_q)
-  i64 i;        // position in the sequence
-  i64 head;
-  i64 visible;  // it sees columns 0 ... visible - 1
-};
-
-DEVICE Row this_row(i64 batch, i64 heads, i64 head0, i64 head_step, i64 row0, i64 s_q, i64 s_kv, i64 causal, const i32* cu_q,
-                    const i32* cu_kv) {
-  Row row;
-  row.i = row0 + blockIdx.x;
-  row.head = head0 + blockIdx.y * head_step;
-  row.in_tile = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * s_kv;
-  row.stats = (batch * heads + row.head) * s_q + row.i;
-  row.visible = cu_kv == nullptr ? s_kv : cu_kv[batch + 1] - cu_kv[batch];
-  if (causal) row.visible = min64(row.visible, row.i + 1);
-  if (cu_q != nullptr && row.i >= cu_q[batch + 1] - cu_q[batch]) row.visible = 0;
-  return row;
+DEVICE Row this_row(const Rules& rules, i64 batch, i64 head0, i64 head_step, i64 row0) {
+  return make_row(rules, batch, head0 + blockIdx.y * head_step, row0 + blockIdx.x);
 }
 
-// Dropout's factor of elements first ... first + 3: inverse_keep where the word is at least `threshold`, else 0; 1 without dropout.
-DEVICE void dropout_factors(const i64* rng, i64 first, i64 threshold, float inverse_keep, float (&factor)[4]) {
-  if (rng == nullptr) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) factor[n] = 1.0f;
-    return;
-  }
-  u32 words[4];
-  philox_words<4>(load_rng(rng), (u64)first, words);
-#pragma unroll
-  for (int n = 0; n < 4; ++n) factor[n] = words[n] >= (u32)threshold ? inverse_keep : 0.0f;
-}
+// The row's first element in the tile.
+DEVICE i64 in_tile(const Rules& rules) { return ((i64)blockIdx.y * gridDim.x + blockIdx.x) * rules.s_kv; }
 
-// p = dropout(softmax(mask(scale * scores))) and lse = log(sum(exp(scale * scores))) over what the row sees; -Inf and a row of zeros
-// where it sees nothing. p may be the scores' memory (T = f32): an element is read and written by the same thread.
-extern "C" __global__ void attention_softmax(const float* scores, T* p, float* lse, const i32* cu_q, const i32* cu_kv, const i64* rng,
-                                             i64 threshold, f64 inverse_keep, f64 scale, i64 causal, i64 batch, i64 heads,
-                                             i64 head0, i64 head_step, i64 row0, i64 s_q, i64 s_kv) {
+// p = dropout(softmax(scores)) from the products q k^T, and lse = log(sum(exp(score))), over what the row sees and its further score;
+// -Inf and a row of zeros where there is neither. p may be the products' memory (T = f32): an element is read and written by the same
+// thread.
+extern "C" __global__ void attention_softmax(const float* products, T* p, float* lse, i64 batch, i64 head0, i64 head_step, i64 row0,
+                                             Rules rules) {
   __shared__ float shared[32];
-  const Row row = this_row(batch, heads, head0, head_step, row0, s_q, s_kv, causal, cu_q, cu_kv);
-  const float factor = (float)scale;
-  const float* s = scores + row.in_tile;
+  const Row row = this_row(rules, batch, head0, head_step, row0);
+  const i64 start = in_tile(rules), s_kv = rules.s_kv;
 
   float top = -INF;
-  for (i64 j = threadIdx.x; j < row.visible; j += blockDim.x) top = fmaxf(top, factor * s[j]);
-  top = block_max(top, shared);
+  for (i64 j = row.first + threadIdx.x; j < row.last; j += blockDim.x) top = fmaxf(top, score(rules, row, j, products[start + j]));
+  top = fmaxf(block_max(top, shared), row.sink);
   const float shift = top == -INF ? 0.0f : top;
   float sum = 0.0f;
-  for (i64 j = threadIdx.x; j < row.visible; j += blockDim.x) sum += expf(factor * s[j] - shift);
-  sum = block_sum(sum, shared);
+  for (i64 j = row.first + threadIdx.x; j < row.last; j += blockDim.x) sum += expf(score(rules, row, j, products[start + j]) - shift);
+  sum = block_sum(sum, shared) + expf(row.sink - shift);
   const float inverse = sum > 0.0f ? 1.0f / sum : (sum == 0.0f ? 0.0f : sum);  // nothing seen: zeros; NaN stays NaN
-  if (threadIdx.x == 0) lse[row.stats] = row.visible == 0 ? -INF : shift + logf(sum);
+  if (threadIdx.x == 0) lse[row.stats] = shift + logf(sum);
 
   for (i64 j = 4 * (i64)threadIdx.x; j < s_kv; j += 4 * blockDim.x) {
     float keep[4];
-    dropout_factors(rng, row.stats * s_kv + j, threshold, (float)inverse_keep, keep);
+    dropout_factors(rules, row, j, keep);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (j + n >= s_kv) break;
-      const float x = j + n < row.visible ? expf(factor * s[j + n] - shift) * inverse * keep[n] : 0.0f;
-      p[row.in_tile + j + n] = from_float<T>(x);
+      const float x = sees(row, j + n) ? expf(score(rules, row, j + n, products[start + j + n]) - shift) * inverse * keep[n] : 0.0f;
+      p[start + j + n] = from_float<T>(x);
     }
   }
 }
 
-// From the scores and dp = do v^T: p as forward had it (dropped), and ds = scale * P * (dropout(dp) - sum(do * o)), P undropped. p may be
-// the scores' memory and ds dp's (T = f32). o and d_o have rows of `dim` elements, strides in elements.
-extern "C" __global__ void attention_softmax_bwd(const float* scores, const float* dp, T* p, T* ds, const float* lse, const T* o,
-                                                 const T* d_o, i64 o_batch, i64 o_head, i64 o_row, i64 do_batch, i64 do_head,
-                                                 i64 do_row, i64 dim, const i32* cu_q, const i32* cu_kv, const i64* rng, i64 threshold,
-                                                 f64 inverse_keep, f64 scale, i64 causal, i64 batch, i64 heads, i64 head0,
-                                                 i64 head_step, i64 row0, i64 s_q, i64 s_kv) {
+// From the products q k^T and dp = do v^T: p as forward had it (dropped), and ds = scale * P * (dropout(dp) - sum(do * o)), P undropped.
+// p may be the products' memory and ds dp's (T = f32); `wide`, null or dp's memory, gets ds unrounded. o and d_o have rows of `dim`
+// elements, strides in elements.
+extern "C" __global__ void attention_softmax_bwd(const float* products, const float* dp, T* p, T* ds, float* wide, const float* lse,
+                                                 const T* o, const T* d_o, i64 o_batch, i64 o_head, i64 o_row, i64 do_batch, i64 do_head,
+                                                 i64 do_row, i64 dim, i64 batch, i64 head0, i64 head_step, i64 row0, Rules rules) {
   __shared__ float shared[32];
-  const Row row = this_row(batch, heads, head0, head_step, row0, s_q, s_kv, causal, cu_q, cu_kv);
-  const float factor = (float)scale;
+  const Row row = this_row(rules, batch, head0, head_step, row0);
+  const i64 start = in_tile(rules), s_kv = rules.s_kv;
+  const float factor = (float)rules.scale;
   const float shift = lse[row.stats] == -INF ? 0.0f : lse[row.stats];
   const T* o_at = o + batch * o_batch + row.head * o_head + row.i * o_row;
   const T* do_at = d_o + batch * do_batch + row.head * do_head + row.i * do_row;
@@ -95,18 +66,64 @@ extern "C" __global__ void attention_softmax_bwd(const float* scores, const floa
 
   for (i64 j = 4 * (i64)threadIdx.x; j < s_kv; j += 4 * blockDim.x) {
     float keep[4];
-    dropout_factors(rng, row.stats * s_kv + j, threshold, (float)inverse_keep, keep);
+    dropout_factors(rules, row, j, keep);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       if (j + n >= s_kv) break;
-      const i64 at = row.in_tile + j + n;
-      const bool seen = j + n < row.visible;
-      const float weight = seen ? expf(factor * scores[at] - shift) : 0.0f;
+      const i64 at = start + j + n;
+      const bool seen = sees(row, j + n);
+      const float weight = seen ? expf(score(rules, row, j + n, products[at]) - shift) : 0.0f;
       const float slope = seen ? factor * weight * (keep[n] * dp[at] - dot) : 0.0f;
       p[at] = from_float<T>(weight * keep[n]);
+      if (wide != nullptr) wide[at] = slope;
       ds[at] = from_float<T>(slope);
     }
   }
+}
+
+// sums += factor * ds of a tile of `heads` heads by `rows` rows, summed over the heads and rows that share an element of the bias: where
+// `sum_head` or `sum_row` is 0, in their order. The grid is (columns / 256, rows or 1, heads or 1).
+extern "C" __global__ void attention_dbias(const float* ds, float* sums, i64 sum_batch, i64 sum_head, i64 sum_row, f64 factor, i64 batch,
+                                           i64 head0, i64 head_step, i64 row0, i64 heads, i64 rows, i64 s_kv) {
+  const i64 j = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (j >= s_kv) return;
+  const i64 head_from = sum_head ? blockIdx.z : 0, head_to = sum_head ? head_from + 1 : heads;
+  const i64 row_from = sum_row ? blockIdx.y : 0, row_to = sum_row ? row_from + 1 : rows;
+  float sum = 0.0f;
+  for (i64 head = head_from; head < head_to; ++head)
+    for (i64 row = row_from; row < row_to; ++row) sum += ds[(head * rows + row) * s_kv + j];
+  sums[batch * sum_batch + (head0 + head_from * head_step) * sum_head + (row0 + row_from) * sum_row + j] += (float)factor * sum;
+}
+
+// partial[head, chunk] = sum over a chunk of the rows (b, s_q) of exp(offset[head] - lse) * sum(do * o). The grid is (chunks, heads).
+extern "C" __global__ void attention_doffset_partial(const float* offset, const float* lse, const T* o, const T* d_o, float* partial,
+                                                     i64 o_batch, i64 o_head, i64 o_row, i64 do_batch, i64 do_head, i64 do_row,
+                                                     i64 dim, i64 batches, i64 s_q) {
+  __shared__ float shared[32];
+  const i64 head = blockIdx.y, rows = batches * s_q, chunk = ceil_div(rows, gridDim.x), lane = threadIdx.x % 32;
+  const i64 end = min64(rows, (blockIdx.x + 1) * chunk);
+  float sum = 0.0f;
+  for (i64 n = blockIdx.x * chunk + threadIdx.x / 32; n < end; n += blockDim.x / 32) {
+    const i64 batch = n / s_q, i = n % s_q;
+    const float at = lse[(batch * gridDim.y + head) * s_q + i];
+    if (at == -INF) continue;  // beyond the true length
+    const T* o_at = o + batch * o_batch + head * o_head + i * o_row;
+    const T* do_at = d_o + batch * do_batch + head * do_head + i * do_row;
+    float dot = 0.0f;
+    for (i64 f = lane; f < dim; f += 32) dot += to_float(do_at[f]) * to_float(o_at[f]);
+    sum += expf(offset[head] - at) * dot;
+  }
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) partial[head * gridDim.x + blockIdx.x] = sum;
+}
+
+// doffset[head] = -sum of its `chunks` partial sums. One block a head.
+extern "C" __global__ void attention_doffset(const float* partial, float* doffset, i64 chunks) {
+  __shared__ float shared[32];
+  float sum = 0.0f;
+  for (i64 n = threadIdx.x; n < chunks; n += blockDim.x) sum += partial[blockIdx.x * chunks + n];
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) doffset[blockIdx.x] = -sum;
 }
 
 // y = x rounded: x float32 (heads, rows, dim) contiguous, y strided. The grid is one-dimensional.
@@ -114,33 +131,5 @@ extern "C" __global__ void attention_store(const float* x, T* y, i64 heads, i64 
   for (i64 n = first(); n < heads * rows * dim; n += step()) {
     const i64 f = n % dim, row = n / dim % rows, head = n / dim / rows;
     y[head * y_head + row * y_row + f] = from_float<T>(x[n]);
-  }
-}
-
-// Zeros into the rows of x (b, h, s, dim; strided) beyond cu_own's length, and into all rows of a batch whose other side has length 0.
-// The grid is (s, b).
-extern "C" __global__ void attention_zero_padding(T* x, const i32* cu_own, const i32* cu_other, i64 heads, i64 dim, i64 x_batch, i64 x_head,
-                                                  i64 x_row) {
-  const i64 row = blockIdx.x, batch = blockIdx.y;
-  if (row < cu_own[batch + 1] - cu_own[batch] && cu_other[batch + 1] > cu_other[batch]) return;
-  for (i64 n = threadIdx.x; n < heads * dim; n += blockDim.x)
-    x[batch * x_batch + n / dim * x_head + row * x_row + n % dim] = from_float<T>(0.0f);
-}
-
-// out = lse (b, h, s), and `value` in rows that see nothing: beyond cu_q's length, or where cu_kv's is 0. out may be lse.
-extern "C" __global__ void attention_lse_padding(const float* lse, float* out, const i32* cu_q, const i32* cu_kv, f64 value, i64 batches,
-                                                 i64 heads, i64 s_q) {
-  for (i64 n = first(); n < batches * heads * s_q; n += step()) {
-    const i64 batch = n / s_q / heads;
-    const bool sees = n % s_q < cu_q[batch + 1] - cu_q[batch] && cu_kv[batch + 1] > cu_kv[batch];
-    out[n] = sees ? lse[n] : (float)value;
-  }
-}
-
-// lengths[0 ... b - 1] = cu_q's, lengths[b ... 2 b - 1] = cu_kv's true lengths.
-extern "C" __global__ void attention_lengths(const i32* cu_q, const i32* cu_kv, i32* lengths, i64 batches) {
-  for (i64 n = first(); n < 2 * batches; n += step()) {
-    const i32* cu = n < batches ? cu_q : cu_kv;
-    lengths[n] = cu[n % batches + 1] - cu[n % batches];
   }
 }

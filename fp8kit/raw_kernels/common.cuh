@@ -148,6 +148,7 @@ DEVICE void block_amax(float* to, float amax, float* shared) {
 
 DEVICE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 DEVICE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
+DEVICE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 
 // Index of the calling thread in a one-dimensional grid, and how many there are: `for (i64 i = first(); i < n; i += step())`.
 DEVICE i64 first() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }

@@ -11,10 +11,12 @@ import pytest
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.cuda import attention, cudnn_sdpa, unfused
+from fp8kit.backends.cuda import attention, attention_rules, cudnn_sdpa, unfused
 from fp8kit.backends.cuda.attention_problem import Problem, problem
+from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError
 from fp8kit.ops.attention import AttentionSpec
+from fp8kit.raw_kernels import manifest
 from fp8kit.testing.attention import attention_oracle
 from fp8kit.testing.compare import assert_close, assert_same_bits, epsilon
 from fp8kit.testing.contract import get, poisoned, put, workspace
@@ -33,6 +35,11 @@ CASES = {
     "wide": dataclasses.replace(BASE, head_dim=128, mask="causal"),
     "padding": dataclasses.replace(BASE, mask="padding"),
     "padding_causal": dataclasses.replace(BASE, mask="padding_causal", qkv_format="bshd"),
+    "bottom_right": dataclasses.replace(BASE, mask="causal_bottom_right"),
+    "padding_bottom_right": dataclasses.replace(BASE, mask="padding_causal_bottom_right"),
+    "window": dataclasses.replace(BASE, window_size=(9, 5), qkv_format="bshd"),
+    "window_causal": dataclasses.replace(BASE, mask="causal", window_size=(20, 0)),
+    "window_padding": dataclasses.replace(BASE, mask="padding_causal", window_size=(7, 0)),
     "dropout": dataclasses.replace(BASE, dropout=0.25),
     "dropout_padding_causal": dataclasses.replace(BASE, mask="padding_causal", dropout=0.1),
 }
@@ -81,19 +88,27 @@ def spread(array: Any, gap: int) -> ArrayView:
     return put(whole, CUDA).with_strides(array.shape, (second * width, width, dim, 1), gap // 2)
 
 
+def beside(spec: AttentionSpec) -> AttentionExtras:
+    """What the spec needs beside q, k and v, on the device."""
+    lengths = (put(CU_Q, CUDA), put(CU_KV, CUDA)) if spec.padded else (None, None)
+    return AttentionExtras(*lengths, put(RNG, CUDA) if spec.dropout else None)
+
+
 def run(path: ModuleType, spec: AttentionSpec, x: dict[str, Any], deterministic: bool = True, gap: int = 0) -> dict[str, Any]:
     """Forward and backward of one path; every buffer poisoned beforehand."""
     q, k, v, do = (spread(x[name], gap) if gap else put(x[name], CUDA) for name in ("q", "k", "v", "do"))
-    about = problem(q.shape, k.shape, q.dtype, spec)
-    cu = [put(CU_Q, CUDA), put(CU_KV, CUDA)] if spec.padded else [None, None]
-    rng = put(RNG, CUDA) if spec.dropout else None
+    about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
+    extras = beside(spec)
     o = poisoned(q.shape, q.dtype, CUDA)
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
     dq, dk, dv = (gapped(view, gap) if gap else poisoned(view.shape, view.dtype, CUDA) for view in (q, k, v))
-    scratch = workspace(path.workspace(about, False, False, 0), CUDA)
-    path.forward(about, q, k, v, o, lse, *cu, rng, scratch, 0)
-    scratch = workspace(path.workspace(about, True, deterministic, 0), CUDA)
-    path.backward(about, do, q, k, v, o, lse, dq, dk, dv, *cu, rng, deterministic, scratch, 0)
+    if path is cudnn_sdpa:
+        cudnn_sdpa.forward(about, q, k, v, o, lse, extras, workspace(cudnn_sdpa.workspace(about, False, False, 0), CUDA), 0)
+        scratch = workspace(cudnn_sdpa.workspace(about, True, deterministic, 0), CUDA)
+        cudnn_sdpa.backward(about, do, q, k, v, o, lse, dq, dk, dv, extras, deterministic, scratch, 0)
+    else:
+        unfused.forward(about, q, k, v, o, lse, extras, workspace(unfused.workspace(about, False), CUDA), 0)
+        unfused.backward(about, do, q, k, v, o, lse, dq, dk, dv, None, None, extras, workspace(unfused.workspace(about, True), CUDA), 0)
     return {name: get(view) for name, view in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv))}
 
 
@@ -123,7 +138,7 @@ def factors(path: ModuleType, spec: AttentionSpec, dtype: str) -> Any:
 def test_values_and_gradients(path: str, dtype: str, gap: int, name: str) -> None:
     spec, x = CASES[name], data(CASES[name], dtype)
     if path == "cudnn":
-        about = problem(x["q"].shape, x["k"].shape, formats.dtype(dtype), spec)
+        about = problem(x["q"].shape, x["k"].shape, x["v"].shape, formats.dtype(dtype), spec)
         assert [cudnn_sdpa.why_not(about, *mode, 0) for mode in ((False, False), (True, False), (True, True))] == [None] * 3
     keep = factors(PATHS[path], spec, dtype)
     for deterministic in (True, False):
@@ -184,14 +199,13 @@ def test_contract_kernels_take_the_path_that_explain_names(dtype: str, path: str
     assert rows["unfused"] == "runs"
     for row in ("cuDNN forward", "cuDNN backward", "cuDNN deterministic backward"):
         assert rows[row] == "runs" if path == "cudnn" else rows[row].startswith("dtype float32: cuDNN takes bfloat16 and float16")
-    cu = [put(CU_Q, CUDA), put(CU_KV, CUDA)] if spec.padded else [None, None]
-    rng = put(RNG, CUDA)
+    extras = beside(spec)._replace(rng=put(RNG, CUDA))
     o, dq, dk, dv = (poisoned(view.shape, view.dtype, CUDA) for view in (q, q, k, v))
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
-    scratch = workspace(attention.attention_workspace(q.shape, k.shape, q.dtype, spec, False), CUDA)
-    attention.attention_fwd(q, k, v, o, lse, *cu, rng, spec, scratch, 0)
-    scratch = workspace(attention.attention_workspace(q.shape, k.shape, q.dtype, spec, True), CUDA)
-    attention.attention_bwd(do, q, k, v, o, lse, dq, dk, dv, *cu, rng, spec, True, scratch, 0)
+    shapes = (q.shape, k.shape, v.shape, None, q.dtype, spec)
+    attention.attention_fwd(q, k, v, o, lse, extras, spec, workspace(attention.attention_workspace(*shapes, False), CUDA), 0)
+    scratch = workspace(attention.attention_workspace(*shapes, True), CUDA)
+    attention.attention_bwd(do, q, k, v, o, lse, dq, dk, dv, None, None, extras, spec, True, scratch, 0)
     wanted = run(PATHS[path], spec, x)
     for key, view in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)):
         assert_same_bits(key, get(view), wanted[key])
@@ -202,10 +216,10 @@ def test_contract_kernels_take_the_path_that_explain_names(dtype: str, path: str
 def test_a_workspace_that_is_too_small_is_refused(path: str) -> None:
     spec, x = CASES["padding"], data(CASES["padding"], "bfloat16")
     q, k, v = (put(x[key], CUDA) for key in "qkv")
-    about = problem(q.shape, k.shape, q.dtype, spec)
+    about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
     with pytest.raises(BackendError, match="attention: workspace: got"):
-        PATHS[path].forward(about, q, k, v, q, lse, put(CU_Q, CUDA), put(CU_KV, CUDA), None, None, 0)
+        PATHS[path].forward(about, q, k, v, q, lse, beside(spec), None, 0)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -213,7 +227,7 @@ def test_a_workspace_that_is_too_small_is_refused(path: str) -> None:
     ("rows", "columns", "groups", "dtype"), [(40, 72, 2, "float32"), (9000, 8200, 8, "bfloat16"), (5, 200_000, 3, "float16")]
 )
 def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, groups: int, dtype: str, backward: bool) -> None:
-    about = Problem(2, 24, groups, rows, columns, 64, dtype, "sbhd", "causal", 0.125, 0.0)
+    about = Problem(2, 24, groups, rows, columns, 64, 64, dtype, "sbhd", 0.125, right=0)
     cut, seen = unfused.layout(about, backward), np.zeros((2, 24, rows), int)
     opened: dict[tuple[int, int], int] = {}
     for tile in unfused._tiles(about, cut):
@@ -236,11 +250,61 @@ def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, g
         ({"dtype": "float32"}, False, "dtype float32: cuDNN takes bfloat16 and float16"),
         ({"dim": 20}, False, "head_dim 20: cuDNN takes multiples of 8 up to 256"),
         ({"dim": 264}, False, "head_dim 264: cuDNN takes multiples of 8 up to 256"),
+        ({"dim_v": 12}, False, "head_dim_v 12: cuDNN takes multiples of 8 up to 256"),
+        ({"bias": "alibi"}, False, "bias 'alibi': only the unfused path has it"),
+        ({"softmax_type": "learnable"}, True, "softmax_type 'learnable': only the unfused path has it"),
+        ({"masked": True}, False, "mask 'arbitrary': only the unfused path reads a mask array"),
+        ({"rows": 80, "bottom_right": True}, False, "a row that sees no column: cuDNN gives NaN for it"),
+        ({"rows": 80, "left": 7}, True, "a row that sees no column: cuDNN gives NaN for it"),
+        ({"rows": 80, "left": 8}, True, None),
         ({"rows": 1, "columns": 1}, True, "one row by one column: cuDNN has no backward for it"),
         ({"rows": 1, "columns": 1}, False, None),
         ({}, True, None),
     ],
 )
 def test_rules_known_before_asking_cudnn(change: dict[str, Any], backward: bool, reason: str | None) -> None:
-    about = Problem(2, 8, 2, 40, 72, 64, "bfloat16", "sbhd", "causal", 0.125, 0.0)._replace(**change)
+    about = Problem(2, 8, 2, 40, 72, 64, 64, "bfloat16", "sbhd", 0.125, right=0)._replace(**change)
     assert cudnn_sdpa._refused(about, backward) == reason
+
+
+def test_the_rules_structure_has_the_sources_layout() -> None:
+    """Addresses and numbers where raw_kernels/attention.cuh reads them, in 8 bytes each."""
+    about = Problem(2, 6, 3, 40, 72, 64, 64, "bfloat16", "sbhd", 0.125, 0.5, True, True, 7, 0, True, "pre_scale_bias", "learnable")
+
+    def view(ptr: int, *shape: int) -> ArrayView:
+        return ArrayView(ptr, shape, formats.float32, CUDA)
+
+    extras = AttentionExtras(view(1, 3), view(2, 3), view(3, 2), view(4, 2, 1, 40, 72), view(5, 1, 6, 1, 72), view(6, 2, 6), view(7, 6))
+    words = np.frombuffer(attention_rules.pack(about, extras), np.int64)
+    doubles = words.view(np.float64)
+    assert words[:10].tolist() == [1, 2, 4, 40 * 72, 0, 72, 5, 0, 72, 0]
+    assert words[11:18].tolist() == [6, 6, 7, 1, 7, 0, 1]
+    assert words[19:21].tolist() == [3, 2**31]
+    assert words[22:].tolist() == [6, 40, 72]
+    assert [doubles[i] for i in (10, 18, 21)] == [0.125, 0.125, 2.0]
+    header = (manifest.FOLDER / "attention.cuh").read_text().partition("struct Rules {")[2].partition("};")[0]
+    declared = ",".join(line.partition("//")[0].strip(" ;") for line in header.splitlines())
+    names = [name.split()[-1].strip("*") for name in declared.split(",") if name]
+    assert " ".join(names) == (
+        "cu_q cu_kv mask mask_batch mask_head mask_row bias bias_batch bias_head bias_row bias_factor slopes slopes_batch offset sink left "
+        "right bottom_right scale rng threshold inverse_keep heads s_q s_kv"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        (dataclasses.replace(BASE, mask="causal"), (-1, 0, False)),
+        (dataclasses.replace(BASE, mask="causal_bottom_right"), (-1, 0, True)),
+        (BASE, (-1, -1, False)),  # the diagonal matters to nobody
+        (dataclasses.replace(BASE, window_size=(3, 4)), (3, 4, True)),
+        (dataclasses.replace(BASE, bias="alibi"), (-1, -1, True)),
+    ],
+)
+def test_a_problem_says_where_the_diagonal_lies_only_where_it_matters(spec: AttentionSpec, wanted: tuple[int, int, bool]) -> None:
+    shape, other = (ROWS, BATCH, 4, 64), (COLUMNS, BATCH, 2, 64)
+    about = problem(shape, other, other, formats.bfloat16, spec)
+    assert (about.left, about.right, about.bottom_right) == wanted
+    square = problem(shape, shape, shape, formats.bfloat16, spec)
+    assert not square.bottom_right
+    assert problem(shape, shape, shape, formats.bfloat16, dataclasses.replace(spec, mask="padding_causal_bottom_right")).bottom_right

@@ -254,12 +254,14 @@ def test_padding_masks_reach_the_layer(device):
 @pytest.mark.parametrize(
     ("make_it", "words"),
     [
-        (lambda: nn.DotProductAttention(4, 8, window_size=(4, 0)), ["window_size", "yet"]),
+        (lambda: nn.DotProductAttention(4, 8, window_size=(4, -2)), ["window_size", "(4, -2)"]),
+        (lambda: nn.DotProductAttention(4, 8, softmax_type="off_by_one"), ["softmax_type", "off-by-one"]),
         (lambda: nn.DotProductAttention(4, 8, num_gqa_groups=3), ["num_gqa_groups", "3"]),
-        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="arbitrary"), ["attn_mask_type", "yet"]),
-        (lambda: nn.DotProductAttention(4, 8, qkv_format="thd"), ["qkv_format", "yet"]),
+        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="random"), ["attn_mask_type", "arbitrary"]),
+        (lambda: nn.DotProductAttention(4, 8, qkv_format="bhsd"), ["qkv_format", "thd"]),
         (lambda: nn.MultiheadAttention(32, 4, num_gqa_groups=2, device="cpu", fuse_qkv_params=True), ["qkv_weight_interleaved", "yet"]),
-        (lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="cross"), ["attention_type", "yet"]),
+        (lambda: nn.MultiheadAttention(32, 4, attention_type="cross", device="cpu", fuse_qkv_params=True), ["qkv_weight_interleaved"]),
+        (lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="both"), ["attention_type", "cross"]),
         (lambda: nn.MultiheadAttention(30, 4, device="cpu"), ["hidden_size", "30"]),
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu", layer_type="decoder"), ["layer_type", "yet"]),
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu", hidden_dropout=1.0), ["hidden_dropout", "1.0"]),

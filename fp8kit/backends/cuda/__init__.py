@@ -24,6 +24,8 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "activation": ("act_fwd", "act_bwd", "act_bwd_workspace"),
     "dropout": ("dropout_add", "dropout_bwd"),
     "attention": ("attention_fwd", "attention_bwd", "attention_workspace"),
+    "sequences": ("unpack_sequences", "pack_sequences"),
+    "rope": ("rope_fwd", "rope_bwd"),
     "embedding": ("embedding_fwd", "embedding_bwd"),
     "cross_entropy": ("cross_entropy_fwd", "cross_entropy_bwd"),
     "optim": ("adamw_", "sgd_", "scale_", "loss_scale_", "count_", "l2norm", "l2norm_workspace", "clip_"),

@@ -12,7 +12,7 @@ import functools
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import cudnn_sdpa, launch, unfused
 from fp8kit.backends.cuda.attention_problem import Problem, problem
-from fp8kit.backends.protocol import AttentionSpec
+from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.formats import DType
 
 _MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic)
@@ -30,44 +30,44 @@ def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: 
     return None
 
 
-def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, cu_seqlens_q: ArrayView | None,
-                  cu_seqlens_kv: ArrayView | None, rng: ArrayView | None, spec: AttentionSpec, workspace: ArrayView | None,
-                  stream: int) -> None:
+def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras, spec: AttentionSpec,
+                  workspace: ArrayView | None, stream: int) -> None:
     """See ``backends.protocol``. BackendError when a library that the chosen path needs fails."""
-    about = problem(q.shape, k.shape, q.dtype, spec)
+    about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
     path = unfused if _why_not_cudnn(about, False, False, q.device.index) else cudnn_sdpa
-    path.forward(about, q, k, v, o, lse, cu_seqlens_q, cu_seqlens_kv, rng if about.dropout else None, workspace, stream)
+    path.forward(about, q, k, v, o, lse, extras, workspace, stream)
 
 
 def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView, dk: ArrayView,
-                  dv: ArrayView, cu_seqlens_q: ArrayView | None, cu_seqlens_kv: ArrayView | None, rng: ArrayView | None,
-                  spec: AttentionSpec, deterministic: bool, workspace: ArrayView | None, stream: int) -> None:
+                  dv: ArrayView, dbias: ArrayView | None, doffset: ArrayView | None, extras: AttentionExtras, spec: AttentionSpec,
+                  deterministic: bool, workspace: ArrayView | None, stream: int) -> None:
     """See ``backends.protocol``. The unfused path is always deterministic. BackendError as in ``attention_fwd``."""
-    about = problem(q.shape, k.shape, q.dtype, spec)
-    path = unfused if _why_not_cudnn(about, True, deterministic, q.device.index) else cudnn_sdpa
-    path.backward(
-        about, do, q, k, v, o, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_kv, rng if about.dropout else None, deterministic, workspace,
-        stream,
-    )
+    about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
+    if _why_not_cudnn(about, True, deterministic, q.device.index) is None:  # it takes no bias and no offset
+        cudnn_sdpa.backward(about, do, q, k, v, o, lse, dq, dk, dv, extras, deterministic, workspace, stream)
+    else:
+        unfused.backward(about, do, q, k, v, o, lse, dq, dk, dv, dbias, doffset, extras, workspace, stream)
 
 
-def attention_workspace(q: tuple[int, ...], kv: tuple[int, ...], dtype: DType, spec: AttentionSpec, backward: bool) -> int:
+def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool) -> int:
     """See ``backends.protocol``. For the current device; enough for either value of ``deterministic``."""
-    about, device = problem(q, kv, dtype, spec), launch.runtime().getDevice()
+    about, device = problem(q, k, v, dtype, spec), launch.runtime().getDevice()
 
     def needed(deterministic: bool) -> int:
-        size = unfused.workspace if _why_not_cudnn(about, backward, deterministic, device) else cudnn_sdpa.workspace
-        return size(about, backward, deterministic, device)
+        if _why_not_cudnn(about, backward, deterministic, device):
+            return unfused.workspace(about, backward, dbias)
+        return cudnn_sdpa.workspace(about, backward, deterministic, device)
 
     return max(needed(deterministic) for deterministic in ((False, True) if backward else (False,)))
 
 
-def explain(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec) -> list[tuple[str, str]]:
+def explain(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec, v: Shape | None = None) -> list[tuple[str, str]]:
     """Paths in order of preference, each with "runs" or the reason why it does not, for the current device; the first that runs is taken.
 
-    ``q``, ``kv``: shapes of q and of k and v, 4-dimensional in ``spec.qkv_format``.
+    ``q``, ``kv``: shapes of q and of k and v, 4-dimensional in ``spec.qkv_format`` ("bshd" for packed sequences, which are unpacked first);
+    ``v``: of v, where it differs.
     """
-    about, device = problem(q, kv, dtype, spec), launch.runtime().getDevice()
+    about, device = problem(q, kv, kv if v is None else v, dtype, spec), launch.runtime().getDevice()
     names = ("forward", "backward", "deterministic backward")
     rows = [
         (f"{cudnn_sdpa.NAME} {name}", _why_not_cudnn(about, *mode, device) or "runs") for name, mode in zip(names, _MODES, strict=True)

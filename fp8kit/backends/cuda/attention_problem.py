@@ -12,8 +12,9 @@ Strides = tuple[int, int, int, int]
 
 
 class Problem(NamedTuple):
-    """``rows`` = s_q, ``columns`` = s_kv, ``groups`` = key and value heads, ``dim`` = features of a head, ``dtype`` a DType's name,
-    the rest as in ``protocol.AttentionSpec``."""
+    """``rows`` = s_q, ``columns`` = s_kv, ``groups`` = key and value heads, ``dim`` and ``dim_v`` = features of a head of q and k and of v,
+    ``dtype`` a DType's name, the rest as in ``protocol.AttentionSpec``: ``left`` and ``right`` its window, ``bottom_right`` False where it
+    makes no difference."""
 
     batch: int
     heads: int
@@ -21,27 +22,45 @@ class Problem(NamedTuple):
     rows: int
     columns: int
     dim: int
+    dim_v: int
     dtype: str
     qkv_format: str
-    mask: str
     scale: float
-    dropout: float
+    dropout: float = 0.0
+    padded: bool = False
+    masked: bool = False
+    left: int = -1
+    right: int = -1
+    bottom_right: bool = False
+    bias: str = "no_bias"
+    softmax_type: str = "vanilla"
 
     @property
-    def causal(self) -> bool:
-        """Whether row i sees only columns up to i."""
-        return self.mask.endswith("causal")
+    def banded(self) -> bool:
+        """Whether rows see only a band round the diagonal."""
+        return self.left >= 0 or self.right >= 0
 
     @property
-    def padded(self) -> bool:
-        """Whether true lengths come in cu_seqlens."""
-        return self.mask.startswith("padding")
+    def bias_factor(self) -> float:
+        """What the bias is multiplied by when it joins the scaled product."""
+        return self.scale if self.bias == "pre_scale_bias" else 1.0
+
+    @property
+    def blind(self) -> bool:
+        """Whether some row sees no column by the band alone; lengths in cu_seqlens are not known here."""
+        shift = self.columns - self.rows if self.bottom_right else 0
+        return (self.right >= 0 and shift + self.right < 0) or (self.left >= 0 and self.rows - 1 + shift - self.left >= self.columns)
 
 
-def problem(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec) -> Problem:
+def problem(q: Shape, k: Shape, v: Shape, dtype: DType, spec: AttentionSpec) -> Problem:
     """The problem of q, k and v with these shapes (order of dimensions by ``spec.qkv_format``)."""
     s, b = (0, 1) if spec.qkv_format == "sbhd" else (1, 0)
-    return Problem(q[b], q[2], kv[2], q[s], kv[s], q[3], dtype.name, spec.qkv_format, spec.mask, spec.softmax_scale, spec.dropout)
+    (left, right), bias = spec.window, spec.bias
+    slanted = left >= 0 or right >= 0 or bias == "alibi"
+    return Problem(
+        q[b], q[2], k[2], q[s], k[s], q[3], v[3], dtype.name, spec.qkv_format, spec.softmax_scale, spec.dropout, spec.padded, spec.masked,
+        left, right, spec.bottom_right and slanted and (spec.padded or q[s] != k[s]), bias, spec.softmax_type,
+    )  # fmt: skip
 
 
 def bhsd(qkv_format: str, view: ArrayView) -> Strides:
@@ -50,8 +69,8 @@ def bhsd(qkv_format: str, view: ArrayView) -> Strides:
     return (second, head, first, feature) if qkv_format == "sbhd" else (first, head, second, feature)
 
 
-def contiguous_bhsd(problem: Problem, heads: int, length: int) -> Strides:
-    """Those strides of a C-contiguous array with so many heads and positions."""
-    row = heads * problem.dim
+def contiguous_bhsd(problem: Problem, heads: int, length: int, dim: int) -> Strides:
+    """Those strides of a C-contiguous array with so many heads, positions and features."""
+    row = heads * dim
     batch, position = (row, problem.batch * row) if problem.qkv_format == "sbhd" else (length * row, row)
-    return batch, problem.dim, position, 1
+    return batch, dim, position, 1

@@ -13,8 +13,9 @@ import threading
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import attention_rules, launch
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
+from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError, Fp8kitError, expected
 from fp8kit.formats import DTYPES
 
@@ -98,8 +99,16 @@ def _refused(problem: Problem, backward: bool) -> str | None:
     """The rules that are known beforehand (cuDNN's documentation of scaled dot product attention, support matrix)."""
     if problem.dtype not in ("bfloat16", "float16"):
         return f"dtype {problem.dtype}: cuDNN takes bfloat16 and float16"
-    if problem.dim % 8 or problem.dim > 256:
-        return f"head_dim {problem.dim}: cuDNN takes multiples of 8 up to 256"
+    for name, dim in (("head_dim", problem.dim), ("head_dim_v", problem.dim_v)):
+        if dim % 8 or dim > 256:
+            return f"{name} {dim}: cuDNN takes multiples of 8 up to 256"
+    for name, value, taken in (("bias", problem.bias, "no_bias"), ("softmax_type", problem.softmax_type, "vanilla")):
+        if value != taken:
+            return f"{name} {value!r}: only the unfused path has it"
+    if problem.masked:
+        return "mask 'arbitrary': only the unfused path reads a mask array"
+    if problem.blind:
+        return "a row that sees no column: cuDNN gives NaN for it"
     if backward and problem.rows == problem.columns == 1:
         return "one row by one column: cuDNN has no backward for it"
     return None
@@ -110,33 +119,33 @@ def workspace(problem: Problem, backward: bool, deterministic: bool, device: int
     return _padding_bytes(problem, backward) + _plan(_contiguous_key(problem, backward, deterministic, device)).workspace
 
 
-def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, cu_q: ArrayView | None,
-            cu_kv: ArrayView | None, rng: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
+def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras,
+            workspace: ArrayView | None, stream: int) -> None:
     """``protocol.attention_fwd``."""
     form = problem.qkv_format
     _check_aligned(q.ptr | k.ptr | v.ptr | o.ptr)
     key = Key(problem, q.device.index, False, True, (bhsd(form, q), bhsd(form, k), bhsd(form, v), bhsd(form, o)))
     pointers = {1: q.ptr, 2: k.ptr, 3: v.ptr, 4: o.ptr, 5: lse.ptr}
-    padding = _Padding(problem, key.device, cu_q, cu_kv, stream)
-    _execute(key, pointers, rng, padding, workspace, stream)
+    padding = _Padding(problem, key.device, extras, stream)
+    _execute(key, pointers, extras.rng, padding, workspace, stream)
     if problem.padded:
         padding.zero(o, True)
         padding.statistics(lse.ptr, lse.ptr, float("-inf"))
 
 
 def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView,
-             dk: ArrayView, dv: ArrayView, cu_q: ArrayView | None, cu_kv: ArrayView | None, rng: ArrayView | None, deterministic: bool,
-             workspace: ArrayView | None, stream: int) -> None:
+             dk: ArrayView, dv: ArrayView, extras: AttentionExtras, deterministic: bool, workspace: ArrayView | None,
+             stream: int) -> None:
     """``protocol.attention_bwd``."""
     _check_aligned(q.ptr | k.ptr | v.ptr | o.ptr | d_o.ptr | dq.ptr | dk.ptr | dv.ptr)
     views = (q, k, v, o, d_o, dq, dk, dv)
     key = Key(problem, q.device.index, True, deterministic, tuple([bhsd(problem.qkv_format, view) for view in views]))
     pointers = {1: q.ptr, 2: k.ptr, 3: v.ptr, 4: o.ptr, 5: lse.ptr, 6: d_o.ptr, 7: dq.ptr, 8: dk.ptr, 9: dv.ptr}
-    padding = _Padding(problem, key.device, cu_q, cu_kv, stream)
+    padding = _Padding(problem, key.device, extras, stream)
     if problem.padded and workspace is not None:
         pointers[_UIDS["stats"]] = workspace.ptr + _aligned(8 * problem.batch)
         padding.statistics(lse.ptr, pointers[_UIDS["stats"]], _NEVER)
-    _execute(key, pointers, rng, padding, workspace, stream)
+    _execute(key, pointers, extras.rng, padding, workspace, stream)
     if problem.padded:
         padding.zero(dq, True)
         padding.zero(dk, False)
@@ -155,7 +164,7 @@ def _execute(key: Key, pointers: dict[int, int], rng: ArrayView | None, padding:
     if problem.padded:
         pointers[_UIDS["lengths_q"]], pointers[_UIDS["lengths_kv"]] = start, start + 4 * problem.batch
         padding.lengths(start)
-    if rng is not None:
+    if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
     with launch.current_device(key.device):
         handle = _handle(key.device)
@@ -192,10 +201,9 @@ def _handle(device: int) -> Any:
 
 
 def _contiguous_key(problem: Problem, backward: bool, deterministic: bool, device: int) -> Key:
-    query = contiguous_bhsd(problem, problem.heads, problem.rows)
-    key = contiguous_bhsd(problem, problem.groups, problem.columns)
-    forward = (query, key, key, query)
-    return Key(problem, device, backward, deterministic or not backward, (*forward, query, query, key, key) if backward else forward)
+    q, o = (contiguous_bhsd(problem, problem.heads, problem.rows, dim) for dim in (problem.dim, problem.dim_v))
+    k, v = (contiguous_bhsd(problem, problem.groups, problem.columns, dim) for dim in (problem.dim, problem.dim_v))
+    return Key(problem, device, backward, deterministic or not backward, (q, k, v, o, o, q, k, v) if backward else (q, k, v, o))
 
 
 def _plan(key: Key) -> Plan:
@@ -236,9 +244,9 @@ def describe(key: Key, handle: Any) -> Any:
     )
     names = _BACKWARD if key.backward else _FORWARD
     strides = dict(zip(names, key.strides, strict=True))
-    query = (problem.batch, problem.heads, problem.rows, problem.dim)
-    other = (problem.batch, problem.groups, problem.columns, problem.dim)
-    dims = {name: other if name in ("k", "v", "dk", "dv") else query for name in names}
+    query, key_value = (problem.batch, problem.heads, problem.rows), (problem.batch, problem.groups, problem.columns)
+    shapes = {"q": (*query, problem.dim), "k": (*key_value, problem.dim), "v": (*key_value, problem.dim_v), "o": (*query, problem.dim_v)}
+    dims = {name: shapes[name[-1]] for name in names}
     stats_dim = (problem.batch, problem.heads, problem.rows, 1)
     stats_stride = (problem.heads * problem.rows, problem.rows, 1, 1)
 
@@ -249,8 +257,13 @@ def describe(key: Key, handle: Any) -> Any:
         node_output.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_data_type(data_type).set_uid(_UIDS[name])
 
     options: dict[str, Any] = {"name": "attention", "attn_scale": problem.scale}
-    if problem.causal:
-        options |= {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0}
+    if problem.banded:
+        corner = cudnn.diagonal_alignment.BOTTOM_RIGHT if problem.bottom_right else cudnn.diagonal_alignment.TOP_LEFT
+        options["diagonal_alignment"] = corner
+    if problem.left >= 0:
+        options["diagonal_band_left_bound"] = problem.left + 1  # it counts the diagonal
+    if problem.right >= 0:
+        options["diagonal_band_right_bound"] = problem.right
     if problem.padded:
         small = ((problem.batch, 1, 1, 1), (1, 1, 1, 1), kinds.INT32)
         options |= {"use_padding_mask": True, "seq_len_q": tensor("lengths_q", *small), "seq_len_kv": tensor("lengths_kv", *small)}
@@ -289,31 +302,36 @@ def _padding_bytes(problem: Problem, backward: bool) -> int:
 class _Padding:
     """The small kernels round a padded call."""
 
-    def __init__(self, problem: Problem, device: int, cu_q: ArrayView | None, cu_kv: ArrayView | None, stream: int) -> None:
+    def __init__(self, problem: Problem, device: int, extras: AttentionExtras, stream: int) -> None:
         self.problem = problem
         self.device = device
-        self.cu_q = 0 if cu_q is None else cu_q.ptr
-        self.cu_kv = 0 if cu_kv is None else cu_kv.ptr
+        self.extras = extras
         self.stream = stream
         self.type = launch.type_name(DTYPES[problem.dtype])
 
     def _launch(self, function: str, grid: int | tuple[int, int], args: tuple[Any, ...]) -> None:
-        launch.launch(launch.kernel("attention.cu", function, self.device, T=self.type), grid, 256, args, self.stream)
+        launch.launch(launch.kernel("attention_padding.cu", function, self.device, T=self.type), grid, 256, args, self.stream)
+
+    @functools.cached_property
+    def rules(self) -> bytes:
+        """The structure that the kernels take."""
+        return attention_rules.pack(self.problem, self.extras)
 
     def lengths(self, to: int) -> None:
         """True lengths of q's and then k's batches, int32, to address ``to``."""
-        self._launch("attention_lengths", -(-2 * self.problem.batch // 256), (self.cu_q, self.cu_kv, to, self.problem.batch))
+        q, kv = self.extras.cu_seqlens_q, self.extras.cu_seqlens_kv
+        assert q is not None and kv is not None
+        self._launch("attention_lengths", -(-2 * self.problem.batch // 256), (q.ptr, kv.ptr, to, self.problem.batch))
 
     def statistics(self, source: int, to: int, value: float) -> None:
         """The statistics with ``value`` in rows that see nothing."""
         p = self.problem
         grid = -(-p.batch * p.heads * p.rows // 256)
-        self._launch("attention_lse_padding", grid, (source, to, self.cu_q, self.cu_kv, value, p.batch, p.heads, p.rows))
+        self._launch("attention_lse_padding", grid, (source, to, value, p.batch, self.rules))
 
     def zero(self, view: ArrayView, query: bool) -> None:
-        """Zeros in the padding rows of an array of q's (``query``) or k's lengths."""
+        """Zeros in the rows of an array of q's (``query``) or k's lengths that see nothing or are seen by nothing for their padding."""
         p = self.problem
-        own, other = (self.cu_q, self.cu_kv) if query else (self.cu_kv, self.cu_q)
-        batch, head, row, _ = bhsd(p.qkv_format, view)
         grid = (p.rows if query else p.columns, p.batch)
-        self._launch("attention_zero_padding", grid, (view.ptr, own, other, p.heads if query else p.groups, p.dim, batch, head, row))
+        place = (int(not query), p.heads if query else p.groups, view.shape[3], *bhsd(p.qkv_format, view)[:3])
+        self._launch("attention_zero_padding", grid, (view.ptr, *place, self.rules))

@@ -8,18 +8,21 @@ batched over key heads with one stride, and dk and dv are summed over them in a 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import cublaslt, launch
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.backends.cuda import attention_rules, cublaslt, launch
 from fp8kit.backends.cuda.attention_problem import Problem, bhsd
+from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DTYPES, float32
 
 NAME = "unfused"
 _LIMIT = 256 << 20  # bytes of scores and their like
 _ALIGN = 256
+_CHUNKS = 64  # parts that the sum of a head's doffset is made of
 
 
 class Layout(NamedTuple):
@@ -27,7 +30,8 @@ class Layout(NamedTuple):
 
     ``groups`` key heads and ``rows`` rows at most make a tile. ``scores`` and ``dweights`` (do v^T) are float32; ``weights`` and
     ``dscores`` have the problem's dtype and are the same memory where that is float32. ``dk``, ``dv``: float32 sums of ``groups`` heads,
-    where more than one tile adds to a key head (``summed``). ``library``: cuBLASLt's own workspace.
+    where more than one tile adds to a key head (``summed``). ``dbias``: float32 sums of the whole bias; ``doffset``: parts of its sums.
+    ``library``: cuBLASLt's own workspace.
     """
 
     groups: int
@@ -39,13 +43,15 @@ class Layout(NamedTuple):
     dscores: int
     dk: int
     dv: int
+    dbias: int
+    doffset: int
     library: int
     total: int
 
 
 @functools.cache
-def layout(problem: Problem, backward: bool) -> Layout:
-    """The layout of one direction."""
+def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layout:
+    """The layout of one direction; ``dbias``: the bias's shape where backward makes its gradient."""
     itemsize = DTYPES[problem.dtype].itemsize
     narrow = 0 if problem.dtype == "float32" else itemsize
     row = problem.columns * (4 + narrow) * (2 if backward else 1)
@@ -63,14 +69,16 @@ def layout(problem: Problem, backward: bool) -> Layout:
     weights = place(narrow * elements) if narrow else scores
     dweights = place(4 * elements) if backward else 0
     dscores = (place(narrow * elements) if narrow else dweights) if backward else 0
-    sums = 4 * groups * problem.columns * problem.dim if summed else 0
-    dk, dv, library = place(sums), place(sums), place(cublaslt.WORKSPACE)
-    return Layout(groups, rows, summed, scores, weights, dweights, dscores, dk, dv, library, top)
+    sums = 4 * groups * problem.columns if summed else 0
+    dk, dv = place(sums * problem.dim), place(sums * problem.dim_v)
+    bias = place(0 if dbias is None else 4 * math.prod(dbias))
+    offset = place(4 * problem.heads * _CHUNKS if backward and problem.softmax_type == "learnable" else 0)
+    return Layout(groups, rows, summed, scores, weights, dweights, dscores, dk, dv, bias, offset, place(cublaslt.WORKSPACE), top)
 
 
-def workspace(problem: Problem, backward: bool, deterministic: bool, device: int) -> int:
+def workspace(problem: Problem, backward: bool, dbias: Shape | None = None) -> int:
     """Bytes of workspace of a call."""
-    return layout(problem, backward).total
+    return layout(problem, backward, dbias).total
 
 
 class _Matrices(NamedTuple):
@@ -107,53 +115,69 @@ def _tiles(problem: Problem, cut: Layout) -> Iterator[_Tile]:
                     )
 
 
-def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, cu_q: ArrayView | None,
-            cu_kv: ArrayView | None, rng: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
+def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras,
+            workspace: ArrayView | None, stream: int) -> None:
     """``protocol.attention_fwd``."""
-    call = _Call(problem, False, q.device.index, cu_q, cu_kv, rng, workspace, stream)
+    call = _Call(problem, layout(problem, False), q.device.index, extras, workspace, stream)
     cut = call.cut
     for tile in _tiles(problem, cut):
         weights = call.scores(cut.weights, tile)
-        call.product("nt", call.queries(q, tile), call.keys(k, tile), call.scores(cut.scores, tile), tile, narrow=False)
+        call.product("nt", call.queries(q, tile), call.keys(k, tile), call.scores(cut.scores, tile), tile, problem.dim, narrow=False)
         call.launch("attention_softmax", tile, (call.base + cut.scores, weights.ptr, lse.ptr))
-        call.product("nn", weights, call.keys(v, tile), call.queries(o, tile), tile)
+        call.product("nn", weights, call.keys(v, tile), call.queries(o, tile), tile, problem.dim_v)
 
 
 def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView,
-             dk: ArrayView, dv: ArrayView, cu_q: ArrayView | None, cu_kv: ArrayView | None, rng: ArrayView | None, deterministic: bool,
+             dk: ArrayView, dv: ArrayView, dbias: ArrayView | None, doffset: ArrayView | None, extras: AttentionExtras,
              workspace: ArrayView | None, stream: int) -> None:
     """``protocol.attention_bwd``."""
-    call = _Call(problem, True, q.device.index, cu_q, cu_kv, rng, workspace, stream)
-    cut = call.cut
+    cut = layout(problem, True, None if dbias is None else dbias.shape)
+    call = _Call(problem, cut, q.device.index, extras, workspace, stream)
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
+    if dbias is not None:
+        with launch.current_device(call.device):
+            launch.runtime().memsetAsync(call.base + cut.dbias, 0, 4 * dbias.size, stream)
     for tile in _tiles(problem, cut):
         rows, keys = call.queries(q, tile), call.keys(k, tile)
         upstream = call.queries(d_o, tile)
         weights, dscores = call.scores(cut.weights, tile), call.scores(cut.dscores, tile)
-        call.product("nt", rows, keys, call.scores(cut.scores, tile), tile, narrow=False)
-        call.product("nt", upstream, call.keys(v, tile), call.scores(cut.dweights, tile), tile, narrow=False)
-        pointers = (call.base + cut.scores, call.base + cut.dweights, weights.ptr, dscores.ptr, lse.ptr, o.ptr, d_o.ptr)
-        call.launch("attention_softmax_bwd", tile, (*pointers, *strides, problem.dim))
-        call.product("nn", dscores, keys, call.queries(dq, tile), tile)
-        for left, right, gradient, sums in ((weights, upstream, dv, cut.dv), (dscores, rows, dk, cut.dk)):
+        call.product("nt", rows, keys, call.scores(cut.scores, tile), tile, problem.dim, narrow=False)
+        call.product("nt", upstream, call.keys(v, tile), call.scores(cut.dweights, tile), tile, problem.dim_v, narrow=False)
+        wide = 0 if dbias is None else call.base + cut.dweights
+        pointers = (call.base + cut.scores, call.base + cut.dweights, weights.ptr, dscores.ptr, wide, lse.ptr, o.ptr, d_o.ptr)
+        call.launch("attention_softmax_bwd", tile, (*pointers, *strides, problem.dim_v))
+        if dbias is not None:
+            call.add_bias_gradient(dbias.shape, tile)
+        call.product("nn", dscores, keys, call.queries(dq, tile), tile, problem.dim)
+        for left, right, gradient, sums, dim in ((weights, upstream, dv, cut.dv, problem.dim_v), (dscores, rows, dk, cut.dk, problem.dim)):
             if not cut.summed:
-                call.product("tn", left, right, call.keys(gradient, tile), tile)
+                call.product("tn", left, right, call.keys(gradient, tile), tile, dim)
                 continue
-            call.product("tn", left, right, call.sums(sums), tile, narrow=False, accumulate=not tile.first)
+            call.product("tn", left, right, call.sums(sums, dim), tile, dim, narrow=False, accumulate=not tile.first)
             if tile.last:
-                call.store(sums, gradient, tile)
+                to = call.keys(gradient, tile)
+                call.store(sums, to.ptr, (tile.groups, problem.columns, dim), (to.step, to.row))
+    if dbias is not None:
+        call.store(cut.dbias, dbias.ptr, (1, 1, dbias.size), (0, 0))
+    if doffset is not None and extras.softmax_offset is not None:
+        kernel = launch.kernel("attention.cu", "attention_doffset_partial", call.device, T=call.type)
+        partial = call.base + cut.doffset
+        args = (extras.softmax_offset.ptr, lse.ptr, o.ptr, d_o.ptr, partial, *strides, problem.dim_v, problem.batch, problem.rows)
+        launch.launch(kernel, (_CHUNKS, problem.heads), 256, args, stream)
+        kernel = launch.kernel("attention.cu", "attention_doffset", call.device, T=call.type)
+        launch.launch(kernel, problem.heads, 32, (partial, doffset.ptr, _CHUNKS), stream)
 
 
 class _Call:
     """What is the same for every tile of one call."""
 
-    def __init__(self, problem: Problem, backward: bool, device: int, cu_q: ArrayView | None, cu_kv: ArrayView | None,
-                 rng: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
+    def __init__(self, problem: Problem, cut: Layout, device: int, extras: AttentionExtras, workspace: ArrayView | None,
+                 stream: int) -> None:
         self.problem = problem
-        self.cut = layout(problem, backward)
-        if workspace is None or workspace.nbytes < self.cut.total:
+        self.cut = cut
+        if workspace is None or workspace.nbytes < cut.total:
             got = None if workspace is None else f"{workspace.nbytes} bytes"
-            raise BackendError(expected("attention", "workspace", got, f"{self.cut.total} bytes"))
+            raise BackendError(expected("attention", "workspace", got, f"{cut.total} bytes"))
         self.base = workspace.ptr
         self.dtype = DTYPES[problem.dtype]
         self.type = launch.type_name(self.dtype)
@@ -161,10 +185,7 @@ class _Call:
         self.stream = stream
         self.repeat = problem.heads // problem.groups
         self.threads = min(256, max(32, -(-problem.columns // 128) * 32))  # four scores a thread, whole warps
-        self.rules = (
-            0 if cu_q is None else cu_q.ptr, 0 if cu_kv is None else cu_kv.ptr, 0 if rng is None else rng.ptr,
-            int(problem.dropout * 2**32), 1 / (1 - problem.dropout), float(problem.scale), int(problem.causal),
-        )
+        self.rules = attention_rules.pack(problem, extras)
 
     def queries(self, view: ArrayView, tile: _Tile) -> _Matrices:
         """The tile's rows in q, o or their gradients."""
@@ -181,20 +202,17 @@ class _Call:
         """One of the tile's score-like arrays."""
         return _Matrices(self.base + offset, self.problem.columns, tile.rows * self.problem.columns)
 
-    def sums(self, offset: int) -> _Matrices:
+    def sums(self, offset: int, dim: int) -> _Matrices:
         """The float32 sums of dk or dv."""
-        return _Matrices(self.base + offset, self.problem.dim, self.problem.columns * self.problem.dim)
+        return _Matrices(self.base + offset, dim, self.problem.columns * dim)
 
-    def product(self, form: Literal["nt", "nn", "tn"], a: _Matrices, b: _Matrices, out: _Matrices, tile: _Tile, narrow: bool = True,
-                accumulate: bool = False) -> None:
-        """out = op(a) op(b), batched over the tile's key heads: "nt" gives scores (rows x columns), "nn" rows x features, "tn" columns x
-        features. ``narrow``: out has the problem's dtype, else float32."""
-        problem, itemsize = self.problem, self.dtype.itemsize
+    def product(self, form: Literal["nt", "nn", "tn"], a: _Matrices, b: _Matrices, out: _Matrices, tile: _Tile, dim: int,
+                narrow: bool = True, accumulate: bool = False) -> None:
+        """out = op(a) op(b), batched over the tile's key heads: "nt" gives scores (rows x columns) from ``dim`` features, "nn" rows x dim,
+        "tn" columns x dim. ``narrow``: out has the problem's dtype, else float32."""
+        columns, itemsize = self.problem.columns, self.dtype.itemsize
         out_type = self.dtype if narrow else float32
-        m, n, k = {
-            "nt": (tile.rows, problem.columns, problem.dim), "nn": (tile.rows, problem.dim, problem.columns),
-            "tn": (problem.columns, problem.dim, tile.rows),
-        }[form]
+        m, n, k = {"nt": (tile.rows, columns, dim), "nn": (tile.rows, dim, columns), "tn": (columns, dim, tile.rows)}[form]
         places = a.ptr | b.ptr | out.ptr | itemsize * (a.step | b.step) | out_type.itemsize * out.step
         key = cublaslt.MatmulKey(
             m, n, k, form, self.dtype, self.dtype, out_type, a.row, b.row, out.row, tile.groups, a.step, b.step, out.step,
@@ -203,16 +221,24 @@ class _Call:
         plan = cublaslt.plan(key, self.device)
         plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, self.base + self.cut.library, cublaslt.WORKSPACE, self.stream)
 
-    def launch(self, function: str, tile: _Tile, pointers: tuple[int, ...]) -> None:
+    def launch(self, function: str, tile: _Tile, args: tuple[int, ...]) -> None:
         """A score kernel on a tile, one block a row."""
-        place = (tile.batch, self.problem.heads, tile.head, self.repeat, tile.row, self.problem.rows, self.problem.columns)
         kernel = launch.kernel("attention.cu", function, self.device, T=self.type)
-        launch.launch(kernel, (tile.rows, tile.groups), self.threads, (*pointers, *self.rules, *place), self.stream)
+        place = (tile.batch, tile.head, self.repeat, tile.row)
+        launch.launch(kernel, (tile.rows, tile.groups), self.threads, (*args, *place, self.rules), self.stream)
 
-    def store(self, offset: int, gradient: ArrayView, tile: _Tile) -> None:
-        """The float32 sums rounded into dk or dv."""
-        to, problem = self.keys(gradient, tile), self.problem
-        elements = tile.groups * problem.columns * problem.dim
+    def add_bias_gradient(self, shape: Shape, tile: _Tile) -> None:
+        """The tile's unrounded dscores added into the sums of the bias's gradient."""
+        batch, head, row = attention_rules.over_scores(shape)
+        columns = self.problem.columns
+        grid = (-(-columns // 256), tile.rows if row else 1, tile.groups if head else 1)
+        factor = self.problem.bias_factor / self.problem.scale  # the dscores are scaled
+        place = (tile.batch, tile.head, self.repeat, tile.row, tile.groups, tile.rows, columns)
+        kernel = launch.kernel("attention.cu", "attention_dbias", self.device, T=self.type)
+        args = (self.base + self.cut.dweights, self.base + self.cut.dbias, batch, head, row, factor, *place)
+        launch.launch(kernel, grid, 256, args, self.stream)
+
+    def store(self, offset: int, to: int, shape: tuple[int, int, int], strides: tuple[int, int]) -> None:
+        """Float32 (heads, rows, features) sums rounded to address ``to``; ``strides``: from head to head and row to row there."""
         kernel = launch.kernel("attention.cu", "attention_store", self.device, T=self.type)
-        args = (self.base + offset, to.ptr, tile.groups, problem.columns, problem.dim, to.step, to.row)
-        launch.launch(kernel, -(-elements // 256), 256, args, self.stream)
+        launch.launch(kernel, -(-math.prod(shape) // 256), 256, (self.base + offset, to, *shape, *strides), self.stream)

@@ -21,11 +21,15 @@ from fp8kit.backends.reference import (
     norm,
     optim,
     quantize,
+    rope,
     scales,
+    sequences,
 )
 from fp8kit.backends.registry import Kind, OpImpl, OpRegistry
 
-_ROOMS = (scales, quantize, gemm, block, norm, activation, dropout, attention, embedding, cross_entropy, optim, elementwise)
+_ROOMS = (
+    scales, quantize, gemm, block, norm, activation, dropout, attention, sequences, rope, embedding, cross_entropy, optim, elementwise,
+)  # fmt: skip
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     name: next(vars(room)[name] for room in _ROOMS if getattr(vars(room).get(name), "__module__", None) == room.__name__)

@@ -1,115 +1,63 @@
-"""Contract cases of the attention, against float64.
-
-Tolerances, with u = 2^-24: a score's error is that of a sum of d products; a probability's relative error is twice the largest score error
-(score and log-sum-exp) plus (s_kv + 16) u. Tensor-core attention rounds P and dS to the operands' 16-bit dtype before the next product: off
-the CPU, half an epsilon of each term is allowed for that, and as much for what P's rounding did.
-"""
+"""Contract cases of the attention, against float64; what the tolerances are made of stands in ``fp8kit.testing.attention``."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.protocol import Kernels
+from fp8kit.backends.protocol import AttentionExtras, Kernels
 from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32
-from fp8kit.testing.compare import assert_close, assert_same_bits, epsilon
+from fp8kit.testing.attention import Oracle, Rules, Sizes
+from fp8kit.testing.compare import assert_close, assert_same_bits
 from fp8kit.testing.contract import get, poisoned, put, workspace
 from fp8kit.testing.contract.dropout import RNG, keep_factors
-from fp8kit.testing.contract.elementwise import ROUNDOFF, Array, draw, host, table, wide
-
-
-@dataclass(unsafe_hash=True)
-class Spec:
-    """The contract's AttentionSpec."""
-
-    qkv_format: str = "sbhd"
-    mask: str = "no_mask"
-    softmax_scale: float = 0.3
-    dropout: float = 0.0
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Batches, query and key length, query and key heads, depth; true lengths of each batch where the mask is a padding one."""
-
-    b: int = 2
-    s_q: int = 17
-    s_kv: int = 17
-    h: int = 2
-    h_kv: int = 2
-    d: int = 16
-    lengths_q: tuple[int, ...] = field(default=())
-    lengths_kv: tuple[int, ...] = field(default=())
+from fp8kit.testing.contract.elementwise import Array, draw, host, table
 
 
 class Problem:
-    """Inputs (b, h, s, d), float64 results, and the error bounds of a case."""
+    """Inputs (b, h, s, d) and the oracle of a case."""
 
-    def __init__(self, dtype: DType, sizes: Sizes, spec: Spec, device: Device) -> None:
+    def __init__(self, dtype: DType, sizes: Sizes, rules: Rules, device: Device) -> None:
         z = sizes
-        self.dtype, self.sizes, self.spec = dtype, sizes, spec
-        self.q, self.do = draw(1, (z.b, z.h, z.s_q, z.d), dtype), draw(4, (z.b, z.h, z.s_q, z.d), dtype)
-        self.k, self.v = draw(2, (z.b, z.h_kv, z.s_kv, z.d), dtype), draw(3, (z.b, z.h_kv, z.s_kv, z.d), dtype)
-        group = z.h // z.h_kv
-        q, do = wide(self.q), wide(self.do)
-        k, v = (np.repeat(wide(x), group, axis=1) for x in (self.k, self.v))
-        seen = np.ones((z.b, 1, z.s_q, z.s_kv), bool)
-        self.rows = np.ones((z.b, 1, z.s_q), bool)
-        for i in range(z.b if z.lengths_q else 0):
-            self.rows[i, :, z.lengths_q[i] :] = False
-            seen[i, :, z.lengths_q[i] :] = False
-            seen[i, :, :, z.lengths_kv[i] :] = False
-        if "causal" in spec.mask:
-            seen &= np.tri(z.s_q, z.s_kv, dtype=bool)
-        scores = np.where(seen, spec.softmax_scale * q @ k.swapaxes(-1, -2), -np.inf)
-        top = np.where(seen.any(-1, keepdims=True), scores.max(-1, keepdims=True, initial=-np.inf), 0)
-        with np.errstate(divide="ignore"):
-            self.lse = (np.log(np.exp(scores - top).sum(-1, keepdims=True)) + top)[..., 0]
-        p = np.where(seen, np.exp(scores - np.where(np.isfinite(self.lse), self.lse, 0)[..., None]), 0)
-        factors = keep_factors(RNG, spec.dropout, scores.shape) if spec.dropout else np.ones(scores.shape)
-        self.o = (p * factors) @ v
-        largest = spec.softmax_scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)).max(initial=0)
-        self.score_error = (z.d + 6) * ROUNDOFF * largest
-        relative = 2 * self.score_error + (z.s_kv + z.d + 16) * ROUNDOFF
-        if device.kind != "cpu" and dtype is not float32:
-            relative += epsilon(dtype)
-        self.o_slack = relative * (p * factors) @ np.abs(v)
-        # backward, from the rounded o and lse that the kernel is given
-        self.o_given, self.lse_given = self.o.astype(np.float32).astype(dtype.numpy), self.lse.astype(np.float32)
-        delta = (do * wide(self.o_given)).sum(-1, keepdims=True)
-        dp = do @ v.swapaxes(-1, -2) * factors
-        ds = p * (dp - delta)
-        size = p * (np.abs(do) @ np.abs(v).swapaxes(-1, -2) * factors + np.abs(do * wide(self.o_given)).sum(-1, keepdims=True))
-        relative += (z.s_q * group + 2 * z.d + 8) * ROUNDOFF
-        scale = spec.softmax_scale
-
-        def over_group(x: Array) -> Array:
-            return np.asarray(x.reshape(z.b, z.h_kv, group, *x.shape[2:]).sum(2))
-
-        turned, turned_size = ds.swapaxes(-1, -2), size.swapaxes(-1, -2)
-        kept = (p * factors).swapaxes(-1, -2)
-        self.grads = {"dq": scale * ds @ k, "dk": over_group(scale * turned @ q), "dv": over_group(kept @ do)}
-        self.slacks = {"dq": relative * scale * size @ np.abs(k), "dk": over_group(relative * scale * turned_size @ np.abs(q)),
-                       "dv": over_group(relative * kept @ np.abs(do))}
+        self.dtype, self.sizes, self.rules, self.device = dtype, sizes, rules, device
+        self.q, self.k = draw(1, (z.b, z.h, z.s_q, z.d), dtype), draw(2, (z.b, z.h_kv, z.s_kv, z.d), dtype)
+        self.v, self.do = draw(3, (z.b, z.h_kv, z.s_kv, z.depth_v), dtype), draw(4, (z.b, z.h, z.s_q, z.depth_v), dtype)
+        over, scores = (*z.over, z.s_kv), (z.b, z.h, z.s_q, z.s_kv)
+        self.mask = np.random.default_rng(5).random(over) < 0.3 if rules.masked else None
+        self.bias = draw(6, over, dtype) if rules.bias.endswith("scale_bias") else None
+        # slopes of one batch or of each
+        self.slopes = 2.0 ** -np.arange(1, z.h * z.over[0] + 1, dtype=np.float32) if rules.bias == "alibi" else None
+        if self.slopes is not None and z.over[0] > 1:
+            self.slopes = self.slopes.reshape(z.b, z.h)
+        self.offset = draw(7, (z.h,), float32) if rules.softmax_type == "learnable" else None
+        self.oracle = Oracle(
+            dtype, z, rules, device.kind == "cpu", self.q, self.k, self.v, self.do, self.mask, self.bias, self.slopes, self.offset,
+            keep_factors(RNG, rules.dropout, scores) if rules.dropout else None,
+        )  # fmt: skip
 
     def place(self, x: Array) -> Array:
-        """(b, h, s, d) values in the spec's order of dimensions."""
-        return np.ascontiguousarray(x.transpose((2, 0, 1, 3) if self.spec.qkv_format == "sbhd" else (0, 2, 1, 3)))
+        """(b, h, s, d) values in the rules' order of dimensions."""
+        return np.ascontiguousarray(x.transpose((2, 0, 1, 3) if self.rules.qkv_format == "sbhd" else (0, 2, 1, 3)))
 
-    def offsets(self, device: Device) -> tuple[ArrayView | None, ArrayView | None]:
-        """cu_seqlens of queries and keys, None without padding."""
-        if not self.sizes.lengths_q:
-            return None, None
-        q, kv = (put(np.concatenate([[0], np.cumsum(n)]).astype(np.int32), device) for n in (self.sizes.lengths_q, self.sizes.lengths_kv))
-        return q, kv
+    def extras(self) -> AttentionExtras:
+        """What comes beside q, k and v, on the device."""
 
-    def room(self, kernels: Kernels, backward: bool, device: Device) -> ArrayView:
+        def there(x: Array | None) -> ArrayView | None:
+            return None if x is None else put(x, self.device)
+
+        lengths = (self.sizes.lengths_q, self.sizes.lengths_kv)
+        cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) if n else None for n in lengths]
+        rng = RNG if self.rules.dropout else None
+        return AttentionExtras(*(there(x) for x in (*cu, rng, self.mask, self.bias, self.slopes, self.offset)))
+
+    def room(self, kernels: Kernels, backward: bool) -> ArrayView:
         """The workspace."""
-        nbytes = kernels.attention_workspace(self.place(self.q).shape, self.place(self.k).shape, self.dtype, self.spec, backward)
-        return workspace(nbytes, device)
+        q, k, v = (self.place(x).shape for x in (self.q, self.k, self.v))
+        dbias = None if self.bias is None or not backward else self.bias.shape
+        return workspace(kernels.attention_workspace(q, k, v, dbias, self.dtype, self.rules, backward), self.device)
 
 
 def _packed(parts: tuple[Array, ...], device: Device, blank: bool = False) -> list[ArrayView]:
@@ -124,66 +72,110 @@ def _dtype(x: Array) -> DType:
     return next(d for d in HIGH_PRECISION if d.numpy == x.dtype)
 
 
-def _fwd(dtype: DType, sizes: Sizes, spec: Spec, packed: bool = False) -> Callable[[Kernels, Device], None]:
+def _fwd(dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
-        case = Problem(dtype, sizes, spec, device)
+        case = Problem(dtype, sizes, rules, device)
         parts = tuple(case.place(x) for x in (case.q, case.k, case.v))
         q, k, v = _packed(parts, device) if packed else (put(x, device) for x in parts)
-        o, lse = poisoned(parts[0].shape, dtype, device), poisoned((sizes.b, sizes.h, sizes.s_q), float32, device)
-        kernels.attention_fwd(q, k, v, o, lse, *case.offsets(device), put(RNG, device) if spec.dropout else None, spec,
-                              case.room(kernels, False, device), 0)
-        assert_close("o", get(o), case.place(case.o), dtype, case.place(case.o_slack))
-        rows = np.broadcast_to(case.rows, case.lse.shape)
-        slack = case.score_error + (sizes.s_kv + 16) * ROUNDOFF + 2 * ROUNDOFF * np.abs(np.where(np.isfinite(case.lse), case.lse, 0))
-        assert_close("lse", np.where(rows, get(lse), 0), np.where(rows, case.lse, 0), float32, slack)
+        want = case.place(case.oracle.o)
+        o, lse = poisoned(want.shape, dtype, device), poisoned((sizes.b, sizes.h, sizes.s_q), float32, device)
+        kernels.attention_fwd(q, k, v, o, lse, case.extras(), rules, case.room(kernels, False), 0)
+        assert_close("o", get(o), want, dtype, case.place(case.oracle.o_slack))
+        assert_close("lse", get(lse), case.oracle.lse, float32, case.oracle.lse_slack)
 
     return run
 
 
-def _bwd(dtype: DType, sizes: Sizes, spec: Spec, packed: bool = False) -> Callable[[Kernels, Device], None]:
+def _bwd(dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
-        case = Problem(dtype, sizes, spec, device)
+        case = Problem(dtype, sizes, rules, device)
         parts = tuple(case.place(x) for x in (case.q, case.k, case.v))
         q, k, v = _packed(parts, device) if packed else (put(x, device) for x in parts)
         results = []
         for _ in range(2):
             grads = _packed(parts, device, True) if packed else [poisoned(x.shape, dtype, device) for x in parts]
-            kernels.attention_bwd(put(case.place(case.do), device), q, k, v, put(case.place(case.o_given), device),
-                                  put(case.lse_given, device), grads[0], grads[1], grads[2], *case.offsets(device),
-                                  put(RNG, device) if spec.dropout else None, spec, True, case.room(kernels, True, device), 0)
-            results.append([host(g) for g in grads])
-        for name, got, again in zip(("dq", "dk", "dv"), *results, strict=True):
-            assert_close(name, got, case.place(case.grads[name]), dtype, case.place(case.slacks[name]))
+            dbias = None if case.bias is None else poisoned(case.bias.shape, dtype, device)
+            doffset = None if case.offset is None else poisoned(case.offset.shape, float32, device)
+            kernels.attention_bwd(put(case.place(case.do), device), q, k, v, put(case.place(case.oracle.o_given), device),
+                                  put(case.oracle.lse_given, device), grads[0], grads[1], grads[2], dbias, doffset, case.extras(), rules,
+                                  True, case.room(kernels, True), 0)
+            results.append([host(g) for g in (*grads, *(x for x in (dbias, doffset) if x is not None))])
+        for (name, want), got, again in zip(case.oracle.grads.items(), *results, strict=True):
+            slack, kind = case.oracle.slacks[name], float32 if name == "doffset" else dtype
+            if name in ("dq", "dk", "dv"):
+                want, slack = case.place(want), case.place(slack)
+            assert_close(name, got, want, kind, slack)
             assert_same_bits(f"{name}, the second time", again, got)
 
     return run
 
 
 _FORMATS = ("sbhd", "bshd")
+_CAUSAL = Rules(window=(-1, 0))
 _PADDED = Sizes(3, 17, 33, 2, 2, 16, (17, 5, 1), (33, 9, 20))
 _CAUSAL_PADDED = Sizes(3, 33, 33, 2, 2, 16, (33, 5, 20), (33, 5, 20))
+_LONG_KEYS = Sizes(s_q=17, s_kv=33)
 
-# name -> sizes, spec, packed: run forward and backward, in every high-precision dtype
+
+def _rules(form: str = "sbhd", **changes: object) -> Rules:
+    return dataclasses.replace(Rules(form), **changes)  # type: ignore[arg-type]
+
+
+# name -> sizes, rules, packed: run forward and backward, in every high-precision dtype
 _ALL = {
-    **{f"{f}-{m}": (Sizes(), Spec(f, m), False) for f in _FORMATS for m in ("no_mask", "causal")},
-    **{f"{f}-padding": (_PADDED, Spec(f, "padding"), False) for f in _FORMATS},
-    **{f"{f}-padding_causal": (_CAUSAL_PADDED, Spec(f, "padding_causal"), False) for f in _FORMATS},
-    **{f"{f}-groups": (Sizes(h=6, h_kv=2, s_q=19, s_kv=19, d=8), Spec(f, "causal"), False) for f in _FORMATS},
-    **{f"{f}-packed": (Sizes(h=3, h_kv=3), Spec(f, "causal"), True) for f in _FORMATS},
-    "cross": (Sizes(s_q=9, s_kv=40, d=64), Spec(), False),
-    "one-query-one-head": (Sizes(b=1, s_q=1, s_kv=21, h=1, h_kv=1), Spec(), False),
-    "long": (Sizes(b=1, s_q=300, s_kv=300, h=1, h_kv=1, d=32), Spec(mask="causal"), False),
+    **{f"{f}-no_mask": (Sizes(), Rules(f), False) for f in _FORMATS},
+    **{f"{f}-causal": (Sizes(), _rules(f, window=(-1, 0)), False) for f in _FORMATS},
+    **{f"{f}-padding": (_PADDED, _rules(f, padded=True), False) for f in _FORMATS},
+    **{f"{f}-padding_causal": (_CAUSAL_PADDED, _rules(f, padded=True, window=(-1, 0)), False) for f in _FORMATS},
+    **{f"{f}-groups": (Sizes(h=6, h_kv=2, s_q=19, s_kv=19, d=8), _rules(f, window=(-1, 0)), False) for f in _FORMATS},
+    **{f"{f}-packed": (Sizes(h=3, h_kv=3), _rules(f, window=(-1, 0)), True) for f in _FORMATS},
+    "cross": (Sizes(s_q=9, s_kv=40, d=64), Rules(), False),
+    "one-query-one-head": (Sizes(b=1, s_q=1, s_kv=21, h=1, h_kv=1), Rules(), False),
+    "long": (Sizes(b=1, s_q=300, s_kv=300, h=1, h_kv=1, d=32), _CAUSAL, False),
+    "bottom-right": (_LONG_KEYS, _rules(window=(-1, 0), bottom_right=True), False),
+    "padding-bottom-right": (_PADDED, _rules("bshd", window=(-1, 0), bottom_right=True, padded=True), False),
+    "padding-bottom-right-blind-rows": (Sizes(3, 33, 33, 2, 2, 16, (33, 20, 7), (9, 20, 30)),
+                                        _rules(window=(-1, 0), bottom_right=True, padded=True), False),
+    "window-causal": (Sizes(s_q=40, s_kv=40), _rules(window=(5, 0)), False),
+    "window-both": (_LONG_KEYS, _rules("bshd", window=(3, 4), bottom_right=True), False),
+    "window-long": (Sizes(b=1, s_q=300, s_kv=300, h=2, h_kv=1, d=32), _rules(window=(20, 0)), False),
+    "window-padding": (_PADDED, _rules(window=(4, 2), bottom_right=True, padded=True), False),
+    "mask": (_LONG_KEYS, _rules(masked=True), False),
+    "mask-all": (dataclasses.replace(_LONG_KEYS, over=(2, 2, 17)), _rules("bshd", masked=True, window=(9, 9), bottom_right=True), False),
+    "pre-bias": (dataclasses.replace(_LONG_KEYS, over=(1, 2, 17)), _rules(bias="pre_scale_bias"), False),
+    "post-bias": (dataclasses.replace(_LONG_KEYS, over=(2, 1, 17)), _rules("bshd", bias="post_scale_bias"), False),
+    "post-bias-causal-groups": (Sizes(h=6, h_kv=2, over=(1, 6, 17), d=8), _rules(bias="post_scale_bias", window=(-1, 0)), False),
+    "post-bias-padding": (dataclasses.replace(_PADDED, over=(1, 2, 17)), _rules(bias="post_scale_bias", padded=True), False),
+    "alibi": (_LONG_KEYS, _rules(bias="alibi", window=(-1, 0), bottom_right=True), False),
+    "alibi-batches": (dataclasses.replace(_PADDED, over=(3, 1, 1)), _rules("bshd", bias="alibi", bottom_right=True, padded=True), False),
+    "off-by-one": (Sizes(), _rules(softmax_type="off-by-one", window=(-1, 0)), False),
+    "learnable": (_LONG_KEYS, _rules("bshd", softmax_type="learnable"), False),
+    "learnable-padding": (_PADDED, _rules(softmax_type="learnable", padded=True, window=(-1, 0), bottom_right=True), False),
+    "depth-of-v": (Sizes(d=16, d_v=24, h=4, h_kv=2), _CAUSAL, False),
 }
-# only in float32: dropout (vendor libraries draw their own masks in 16 bits), an odd depth, a batch whose keys are all padding, unequal
-# causal lengths
+# only in float32: dropout (vendor libraries draw their own masks in 16 bits), odd depths and lengths, batches or rows that see nothing
 _FLOAT32 = {
-    "dropout": (Sizes(s_kv=23), Spec(dropout=0.25), False),
-    "dropout-causal-groups": (Sizes(s_q=150, s_kv=150, h=4, b=1), Spec(mask="causal", dropout=0.1), False),
-    "dropout-padding": (_PADDED, Spec("bshd", "padding", dropout=0.5), False),
-    "odd-depth": (Sizes(d=5), Spec(mask="causal"), False),
-    "nothing-to-see": (Sizes(2, 17, 33, 2, 2, 16, (17, 5), (33, 0)), Spec(mask="padding"), False),
-    "causal-long-queries": (Sizes(s_q=33, s_kv=17), Spec(mask="causal"), False),
-    "causal-long-keys": (Sizes(s_q=17, s_kv=33), Spec(mask="causal"), False),
+    "dropout": (Sizes(s_kv=23), _rules(dropout=0.25), False),
+    "dropout-causal-groups": (Sizes(s_q=150, s_kv=150, h=4, b=1), _rules(window=(-1, 0), dropout=0.1), False),
+    "dropout-padding": (_PADDED, _rules("bshd", padded=True, dropout=0.5), False),
+    "dropout-window-bias": (Sizes(s_q=150, s_kv=150, b=1, over=(1, 1, 1)), _rules(window=(30, 0), dropout=0.2, bias="post_scale_bias"),
+                            False),
+    "dropout-learnable": (Sizes(s_kv=23), _rules(dropout=0.25, softmax_type="learnable"), False),
+    "odd-depth": (Sizes(d=5), _CAUSAL, False),
+    "odd-depth-of-v": (Sizes(d=16, d_v=3), _CAUSAL, False),
+    "nothing-to-see": (Sizes(2, 17, 33, 2, 2, 16, (17, 5), (33, 0)), _rules(padded=True), False),
+    "nothing-to-see-learnable": (Sizes(2, 17, 33, 2, 2, 16, (17, 5), (33, 0)), _rules(padded=True, softmax_type="learnable"), False),
+    "causal-long-queries": (Sizes(s_q=33, s_kv=17), _CAUSAL, False),
+    "causal-long-keys": (_LONG_KEYS, _CAUSAL, False),
+    "bottom-right-long-queries": (Sizes(s_q=33, s_kv=17), _rules(window=(-1, 0), bottom_right=True), False),
+    "window-beyond-the-keys": (Sizes(s_q=40, s_kv=17), _rules(window=(2, 0)), False),
+    "window-of-one": (Sizes(), _rules(window=(0, 0)), False),
+    "mask-of-everything": (Sizes(1, 2, 3, 1, 1, 8, over=(1, 1, 2)), _rules(masked=True, window=(0, -1), bottom_right=True), False),
+    "bias-of-one-row": (Sizes(b=3, over=(1, 1, 1)), _rules(bias="pre_scale_bias"), False),
+    "bias-of-everything": (Sizes(h=4, over=(2, 4, 17)), _rules(bias="post_scale_bias", window=(-1, 0)), False),
+    "everything": (dataclasses.replace(_PADDED, h=4, over=(1, 4, 17), d_v=8),
+                   _rules("bshd", padded=True, masked=True, bias="pre_scale_bias", softmax_type="learnable", window=(11, 3),
+                          bottom_right=True, dropout=0.3), False),
 }
 
 CASES = [

@@ -1,0 +1,43 @@
+"""Rotary position embedding and its gradient."""
+
+from __future__ import annotations
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.cuda import launch
+
+_THREADS = 256
+
+
+def rope_fwd(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None,
+             qkv_format: str, interleaved: bool, stream: int) -> None:
+    """See ``backends.protocol``."""
+    _turn(x, freqs, y, start_positions, cu_seqlens, qkv_format, interleaved, False, stream)
+
+
+def rope_bwd(dy: ArrayView, freqs: ArrayView, dx: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None,
+             qkv_format: str, interleaved: bool, stream: int) -> None:
+    """See ``backends.protocol``."""
+    _turn(dy, freqs, dx, start_positions, cu_seqlens, qkv_format, interleaved, True, stream)
+
+
+def _turn(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None, qkv_format: str,
+          interleaved: bool, back: bool, stream: int) -> None:
+    positions, rotated = freqs.shape
+    heads, dim = x.shape[-2:]
+
+    def strides(view: ArrayView) -> tuple[int, int, int]:
+        """From token to token, batch to batch, head to head."""
+        if qkv_format == "thd":
+            return view.strides[0], 0, view.strides[1]
+        first, second, head, _ = view.strides
+        return (first, second, head) if qkv_format == "sbhd" else (second, first, head)
+
+    grid = {"thd": (x.shape[0], 1), "sbhd": x.shape[:2], "bshd": (x.shape[1], x.shape[0])}[qkv_format]
+    lanes = min(_THREADS, max(32, -(-max(rotated // 2, dim - rotated) // 32) * 32))
+    args = (
+        x.ptr, freqs.ptr, y.ptr, 0 if start_positions is None else start_positions.ptr, 0 if cu_seqlens is None else cu_seqlens.ptr,
+        0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, positions, rotated, heads, dim, *strides(x), *strides(y), int(interleaved),
+        int(back),
+    )  # fmt: skip
+    kernel = launch.kernel("rope.cu", "rope", y.device.index, T=launch.type_name(x.dtype))
+    launch.launch(kernel, grid, (lanes, min(heads, _THREADS // lanes)), args, stream)

@@ -1,0 +1,67 @@
+"""Rotary position embedding and its gradient (Su et al., RoFormer, 2021)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.reference._numpy import Array, Float32, quiet
+
+
+@quiet
+def rope_fwd(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None,
+             qkv_format: str, interleaved: bool, stream: int) -> None:
+    """``y = x cos(a) + partner(x) sin(a)``; see ``protocol.Kernels.rope_fwd``."""
+    cos, sin = _turns(x, freqs, start_positions, cu_seqlens, qkv_format)
+    values = x.numpy()
+    first, second = _halves(freqs.shape[1], interleaved)
+    low, high = values[..., first].astype(np.float32), values[..., second].astype(np.float32)
+    _put(y, values, first, low * cos[..., first] - high * sin[..., first], second, high * cos[..., second] + low * sin[..., second],
+         freqs.shape[1])
+
+
+@quiet
+def rope_bwd(dy: ArrayView, freqs: ArrayView, dx: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None,
+             qkv_format: str, interleaved: bool, stream: int) -> None:
+    """The transposed rotation; see ``protocol.Kernels.rope_bwd``."""
+    cos, sin = _turns(dy, freqs, start_positions, cu_seqlens, qkv_format)
+    values = dy.numpy()
+    first, second = _halves(freqs.shape[1], interleaved)
+    low, high = values[..., first].astype(np.float32), values[..., second].astype(np.float32)
+    _put(dx, values, first, low * cos[..., first] + high * sin[..., second], second, high * cos[..., second] - low * sin[..., first],
+         freqs.shape[1])
+
+
+def _halves(rotated: int, interleaved: bool) -> tuple[slice, slice]:
+    """Indices of the two features of every pair."""
+    if interleaved:
+        return slice(0, rotated, 2), slice(1, rotated, 2)
+    return slice(0, rotated // 2), slice(rotated // 2, rotated)
+
+
+def _turns(x: ArrayView, freqs: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None,
+           qkv_format: str) -> tuple[Float32, Float32]:
+    """cos and sin of every token's angles, float32, broadcastable over x's heads."""
+    if cu_seqlens is not None:
+        starts = cu_seqlens.numpy()
+        token = np.arange(x.shape[0])
+        batch = np.clip(np.searchsorted(starts, token, side="right") - 1, 0, len(starts) - 2)
+        position = token - starts[batch]
+        if start_positions is not None:
+            position = position + start_positions.numpy()[batch]
+    else:
+        length, batches = (x.shape[0], x.shape[1]) if qkv_format == "sbhd" else (x.shape[1], x.shape[0])
+        start = np.zeros(batches, np.int64) if start_positions is None else start_positions.numpy()
+        position = np.arange(length)[:, None] + start if qkv_format == "sbhd" else np.arange(length) + start[:, None]
+    table = freqs.numpy()
+    inside = (position >= 0) & (position < len(table))
+    angles = np.where(inside[..., None], table[np.where(inside, position, 0)], np.float32(np.nan))[..., None, :]
+    return np.cos(angles), np.sin(angles)
+
+
+def _put(view: ArrayView, source: Array, first: slice, low: Float32, second: slice, high: Float32, rotated: int) -> None:
+    """Write the pairs, and the source's features beyond them."""
+    target = view.numpy()
+    target[..., first], target[..., second] = low, high
+    if rotated < target.shape[-1]:
+        target[..., rotated:] = source[..., rotated:]

@@ -1,0 +1,168 @@
+"""What an attention is asked to do: ``AttentionSpec``, the names it knows, and the checks of its values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from fp8kit.arrays import Shape
+from fp8kit.errors import ShapeError, expected
+
+# layout -> input name -> the parts that lie in its last dimension, in this order
+LAYOUTS: dict[str, dict[str, str]] = {
+    "separate": {"q": "q", "k": "k", "v": "v"},
+    "q_kv": {"q": "q", "kv": "kv"},
+    "qkv": {"qkv": "qkv"},
+    "qkv_interleaved": {"qkv": "qkv"},
+}
+FORMATS = ("sbhd", "bshd", "thd")
+MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary")
+_ALIASES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
+BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+UNBOUNDED = (-1, -1)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Static arguments of ``Attention``.
+
+    * ``num_heads``: query heads h. ``num_gqa_groups``: key and value heads g, a divisor of h; 0 means h.
+    * ``head_dim``: features d of one head of q and k; ``head_dim_v``: of v and the output, 0 means d.
+    * ``qkv_format``: order of the leading dimensions, "sbhd" (sequence first) or "bshd"; "thd": the sequences lie one after the other
+      along one dimension of t tokens, ``cu_seqlens`` say where, and none is longer than ``max_seqlen_q``, ``max_seqlen_kv``.
+    * ``mask``: "no_mask"; "causal" (row i sees columns 0 ... i), "causal_bottom_right" (the last row sees the last column); "padding" (each
+      batch's true lengths come in ``cu_seqlens``), "padding_causal", "padding_causal_bottom_right"; "arbitrary" (a ``mask`` array comes,
+      not 0 masks out). "padding,causal" and "causal,padding" mean "padding_causal".
+    * ``window_size`` (left, right): how far left and right of its place on the diagonal a row sees, -1 unbounded; a causal mask makes
+      right 0.
+    * ``bottom_right_diagonal``: the diagonal ends at the last row and column, instead of starting at the first. None: False for "causal"
+      and "padding_causal", True otherwise, as Transformer Engine has it; it matters only with a window, a causal mask or ALiBi.
+    * ``softmax_scale``: factor of q k^T; 0 means 1 / sqrt(head_dim).
+    * ``bias``: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi". ``softmax_type``: "vanilla", "off-by-one", "learnable".
+    * ``dropout``: probability of dropping an attention weight, in [0, 1). ``deterministic``: backward gives the same bits every time.
+    * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A packed input holds its parts one
+      after the other in the last dimension: [h * d of q | g * d of k | g * d_v of v]. "qkv_interleaved": one input qkv, head after head,
+      each [d of q | d of k | d_v of v]; only where g = h.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_gqa_groups: int = 0
+    qkv_format: str = "sbhd"
+    mask: str = "causal"
+    softmax_scale: float = 0.0
+    dropout: float = 0.0
+    deterministic: bool = False
+    layout: str = "qkv"
+    head_dim_v: int = 0
+    window_size: tuple[int, int] = UNBOUNDED
+    bottom_right_diagonal: bool | None = None
+    bias: str = "no_bias"
+    softmax_type: str = "vanilla"
+    max_seqlen_q: int = 0
+    max_seqlen_kv: int = 0
+
+    def __post_init__(self) -> None:
+        def settle(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        settle("num_gqa_groups", self.num_gqa_groups or self.num_heads)
+        settle("head_dim_v", self.head_dim_v or self.head_dim)
+        settle("mask", _ALIASES.get(self.mask, self.mask))
+        if self.softmax_scale == 0 and self.head_dim > 0:
+            settle("softmax_scale", 1 / math.sqrt(self.head_dim))
+
+    def heads(self, part: str) -> int:
+        """Heads of "q", "k" or "v"."""
+        return self.num_heads if part == "q" else self.num_gqa_groups
+
+    def features(self, part: str) -> int:
+        """Features of one head of "q", "k" or "v"."""
+        return self.head_dim_v if part == "v" else self.head_dim
+
+    def width(self, parts: str) -> int:
+        """Features of an input that holds ``parts``."""
+        return sum(self.heads(part) * self.features(part) for part in parts)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no row sees beyond the diagonal."""
+        return "causal" in self.mask
+
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """``window_size``, ending at the diagonal where the mask is causal."""
+        return (self.window_size[0], 0) if self.causal else self.window_size
+
+    @cached_property
+    def bottom_right(self) -> bool:
+        """Where the diagonal ends, decided."""
+        if self.bottom_right_diagonal is None:
+            return self.mask not in ("causal", "padding_causal")
+        return self.bottom_right_diagonal
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether the mask needs cu_seqlens."""
+        return self.mask.startswith("padding")
+
+    @cached_property
+    def masked(self) -> bool:
+        """Whether a mask array comes."""
+        return self.mask == "arbitrary"
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the parts of the packed input alternate from head to head."""
+        return self.layout == "qkv_interleaved"
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias array comes."""
+        return self.bias in ("pre_scale_bias", "post_scale_bias")
+
+    @property
+    def packed(self) -> bool:
+        """Whether the sequences lie one after the other."""
+        return self.qkv_format == "thd"
+
+
+def check(spec: AttentionSpec) -> None:
+    """ShapeError for values that do not fit, naming the field."""
+
+    def want(field: str, fits: bool, wanted: str) -> None:
+        if not fits:
+            raise ShapeError(expected("attention", field, repr(getattr(spec, field)), wanted))
+
+    want("num_heads", spec.num_heads > 0, "at least 1")
+    want("head_dim", spec.head_dim > 0, "at least 1")
+    want("head_dim_v", spec.head_dim_v > 0, "at least 1")
+    want("num_gqa_groups", spec.num_gqa_groups > 0 and spec.num_heads % spec.num_gqa_groups == 0, f"a divisor of {spec.num_heads} heads")
+    want("qkv_format", spec.qkv_format in FORMATS, f"one of {', '.join(FORMATS)}")
+    want("mask", spec.mask in MASKS, f"one of {', '.join(MASKS)}")
+    want("layout", spec.layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}")
+    want("layout", not spec.interleaved or spec.num_gqa_groups == spec.num_heads, f"one with {spec.num_gqa_groups} groups of heads")
+    want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
+    want("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
+    want("bias", spec.bias in BIASES, f"one of {', '.join(BIASES)}")
+    want("softmax_type", spec.softmax_type in SOFTMAX_TYPES, f"one of {', '.join(SOFTMAX_TYPES)}")
+    want("window_size", len(spec.window_size) == 2 and min(spec.window_size) >= -1, "(left, right), each -1 (unbounded) or more")
+    want("window_size", not spec.causal or spec.window_size[1] < 1, f"right -1 or 0: mask {spec.mask!r} sees nothing right of the diagonal")
+    own = {"causal": False, "padding_causal": False, "causal_bottom_right": True, "padding_causal_bottom_right": True}.get(spec.mask)
+    fits = own is None or spec.bottom_right_diagonal in (None, own)
+    want("bottom_right_diagonal", fits, f"None or {own} with mask {spec.mask!r}")
+    want("mask", not spec.packed or spec.padded, "one of the padding masks, with qkv_format 'thd'")
+    for field in ("max_seqlen_q", "max_seqlen_kv"):
+        want(field, not spec.packed or getattr(spec, field) > 0, "at least 1, with qkv_format 'thd'")
+
+
+def batch_of(qkv_format: str, shape: Shape) -> int:
+    """Batches of an array of format sbhd or bshd."""
+    return shape[qkv_format.index("b")]
+
+
+def length_of(qkv_format: str, shape: Shape) -> int:
+    """Sequence length of an array of format sbhd or bshd."""
+    return shape[qkv_format.index("s")]

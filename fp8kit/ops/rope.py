@@ -1,0 +1,131 @@
+"""Rotary position embedding as an operation (Su et al., RoFormer, 2021), on one tensor or on the parts of a packed one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fp8kit import formats
+from fp8kit.arrays import ArrayView, Shape, contiguous_strides
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.formats import HIGH_PRECISION
+from fp8kit.ops.attention_spec import FORMATS
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Static arguments of ``Rope``.
+
+    * ``segments``: (heads, features of a head, name of the angles' input) of each part that lies in the last dimension, in order; "" for
+      a part that is copied. The names are "freqs" and "k_freqs".
+    * ``qkv_format``: "sbhd", "bshd" or "thd". ``interleaved``: pairs are neighbours, instead of the two halves.
+    * ``alternating``: the segments, of equally many heads, alternate from head to head, instead of lying one after the other.
+    """
+
+    segments: tuple[tuple[int, int, str], ...]
+    qkv_format: str = "sbhd"
+    interleaved: bool = False
+    alternating: bool = False
+
+    @property
+    def width(self) -> int:
+        """Features of all segments."""
+        return sum(heads * dim for heads, dim, _ in self.segments)
+
+    @property
+    def angles(self) -> tuple[str, ...]:
+        """Names of the angles' inputs."""
+        return tuple(dict.fromkeys(name for *_, name in self.segments if name))
+
+
+class Rope(Operation):
+    """y = x with the heads of its segments turned. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a single segment also as a
+    dimension of their own; ``freqs`` (and ``k_freqs``): float32 (positions, r), angles in radians, r even and at most the head's features;
+    ``start_positions`` int32 (b,) or None: added to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), with "thd" and only there.
+    Output y like x. Gradient of x.
+
+    ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError for dtypes. Where
+    start_positions lead beyond the angles, the result is NaN.
+    """
+
+    name: ClassVar[str] = "rope"
+
+    def infer(self, spec: RopeSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        if spec.qkv_format not in FORMATS:
+            raise ShapeError(expected("rope", "qkv_format", repr(spec.qkv_format), f"one of {', '.join(FORMATS)}"))
+        if spec.alternating and len({heads for heads, *_ in spec.segments}) != 1:
+            raise ShapeError(expected("rope", "segments", spec.segments, "equally many heads in each, where they alternate"))
+        x = _want("x", metas, HIGH_PRECISION)
+        packed = spec.qkv_format == "thd"
+        dims = 1 if packed else 2
+        wanted = [(spec.width,), *([spec.segments[0][:2]] if len(spec.segments) == 1 else [])]
+        if len(x.shape) < dims + 1 or x.shape[dims:] not in wanted or 0 in x.shape:
+            forms = " or ".join(f"({'tokens' if packed else 'sequence, batch'}, {', '.join(map(str, last))})" for last in wanted)
+            raise ShapeError(expected("rope", "x", f"shape {x.shape}", f"{forms}, nothing empty"))
+        for name in spec.angles:
+            shape = _want(name, metas, (formats.float32,)).shape
+            most = min(dim for _, dim, used in spec.segments if used == name)
+            if len(shape) != 2 or shape[1] % 2 or not 0 < shape[1] <= most:
+                raise ShapeError(expected("rope", name, f"shape {shape}", f"(positions, an even number up to {most})"))
+            if not packed and shape[0] < x.shape[spec.qkv_format.index("s")]:
+                raise ShapeError(expected("rope", name, f"shape {shape}", f"at least {x.shape[spec.qkv_format.index('s')]} positions"))
+        batch = None if packed else x.shape[spec.qkv_format.index("b")]
+        if packed:
+            shape = _want("cu_seqlens", metas, (formats.int32,)).shape
+            if len(shape) != 1 or shape[0] < 2:
+                raise ShapeError(expected("rope", "cu_seqlens", f"shape {shape}", "(batch + 1,)"))
+            batch = shape[0] - 1
+        elif metas.get("cu_seqlens") is not None:
+            raise ShapeError(expected("rope", "cu_seqlens", "an array", f"None with qkv_format {spec.qkv_format!r}"))
+        if metas.get("start_positions") is not None:
+            shape = _want("start_positions", metas, (formats.int32,)).shape
+            if shape != (batch,):
+                raise ShapeError(expected("rope", "start_positions", f"shape {shape}", f"({batch},)"))
+        like = Meta(x.shape, x.dtype)
+        kept = (*spec.angles, *(name for name in ("start_positions", "cu_seqlens") if metas.get(name) is not None))
+        return Signature({"y": like}, kept=kept, grads={"x": like}) if "x" in needs else Signature({"y": like})
+
+    def plan(self, spec: RopeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        return Plan(spec, self.infer(spec, metas, needs), kernels)
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        _turn(plan, plan.kernels.rope_fwd, inputs["x"], outputs["y"], inputs, stream)
+
+    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+        _turn(plan, plan.kernels.rope_bwd, cotangents["y"], grads["x"], kept, stream)
+
+
+rope = Rope()
+
+
+def _turn(plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, views: Views, stream: int) -> None:
+    assert x is not None and y is not None
+    spec: RopeSpec = plan.spec
+    for name, source, target in _segments(spec, x, y):
+        if name:
+            place = views.get("start_positions"), views.get("cu_seqlens"), spec.qkv_format, spec.interleaved
+            kernel(source, views[name], target, *place, stream)
+        else:
+            plan.kernels.copy(source, target, stream)
+
+
+def _segments(spec: RopeSpec, x: ArrayView, y: ArrayView) -> Iterator[tuple[str, ArrayView, ArrayView]]:
+    """(angles' name, the segment's heads in x, in y)."""
+    leading: Shape = x.shape[: 1 if spec.qkv_format == "thd" else 2]
+    steps = contiguous_strides((*leading, spec.width))[:-1]
+    offset, whole = 0, sum(dim for _, dim, _ in spec.segments)
+    for heads, dim, name in spec.segments:
+        shape, strides = (*leading, heads, dim), (*steps, whole if spec.alternating else dim, 1)
+        yield name, x.with_strides(shape, strides, offset), y.with_strides(shape, strides, offset)
+        offset += dim if spec.alternating else heads * dim
+
+
+def _want(name: str, metas: Metas, dtypes: tuple[formats.DType, ...]) -> Meta:
+    meta = metas.get(name)
+    if meta is None:
+        raise ShapeError(expected("rope", name, None, "an array"))
+    if meta.dtype not in dtypes:
+        raise FormatError(expected("rope", name, meta.dtype, " or ".join(d.name for d in dtypes)))
+    return meta

@@ -1,0 +1,278 @@
+"""DotProductAttention with every mask, bias and softmax type, and MultiheadAttention as cross attention and with rotary embeddings,
+against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fp8kit import formats, nn
+from fp8kit.autograd import tensor
+from fp8kit.errors import Fp8kitError
+from fp8kit.testing.attention import Oracle, Rules, Sizes
+from fp8kit.testing.compare import assert_close, assert_same_bits
+from tests.nn.products import Product, f64
+from tests.nn.running_error import R, assert_within, norm, norm_grad
+from tests.nn.test_layers import draw, make
+from tests.nn.test_transformer import Head
+
+B, ROWS, COLUMNS, HEADS, GROUPS, D = 2, 7, 11, 4, 2, 8
+LENGTHS_Q, LENGTHS_KV = (7, 3), (5, 11)
+U = 2.0**-24
+SLOPES = np.array([0.25, 0.0625, 0.015625, 0.00390625], np.float32)  # Press et al. 2022, section 3: 2^-2, 2^-4, ... for 4 heads
+
+
+def cu(lengths):
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+# name -> constructor's options, call's options, the rules that they mean
+CASES = {
+    "bottom_right": ({"attn_mask_type": "causal_bottom_right"}, {}, Rules(window=(-1, 0), bottom_right=True)),
+    "window": ({"attn_mask_type": "no_mask", "window_size": (3, 1)}, {}, Rules(window=(3, 1), bottom_right=True)),
+    "window_top_left": ({"attn_mask_type": "no_mask", "window_size": (3, 1), "bottom_right_diagonal": False}, {}, Rules(window=(3, 1))),
+    "window_in_the_call": ({}, {"window_size": (2, 0)}, Rules(window=(2, 0))),
+    "arbitrary": ({"attn_mask_type": "arbitrary"}, {}, Rules(masked=True)),
+    "alias": ({"attn_mask_type": "padding,causal"}, {}, Rules(window=(-1, 0), padded=True)),
+    "padding_bottom_right": ({"attn_mask_type": "padding_causal_bottom_right", "softmax_type": "off-by-one"}, {},
+                             Rules(window=(-1, 0), bottom_right=True, padded=True, softmax_type="off-by-one")),
+    "padding_by_masks": ({"attn_mask_type": "padding"}, {}, Rules(padded=True)),
+    "pre_scale_bias": ({"attn_mask_type": "no_mask"}, {"core_attention_bias_type": "pre_scale_bias"}, Rules(bias="pre_scale_bias")),
+    "post_scale_bias": ({}, {"core_attention_bias_type": "post_scale_bias"}, Rules(window=(-1, 0), bias="post_scale_bias")),
+    "alibi": ({"attn_mask_type": "causal_bottom_right"}, {"core_attention_bias_type": "alibi"},
+              Rules(window=(-1, 0), bottom_right=True, bias="alibi")),
+    "learnable": ({"softmax_type": "learnable"}, {}, Rules(window=(-1, 0), softmax_type="learnable")),
+    "depth_of_v": ({"kv_channels": (D, 12)}, {}, Rules(window=(-1, 0))),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_dot_product_attention(device, name, dtype):
+    options, call, rules = CASES[name]
+    call, options = dict(call), {"kv_channels": D, **options}
+    channels = options.pop("kv_channels")
+    module = nn.DotProductAttention(HEADS, channels, GROUPS, softmax_scale=0.4, device=device, **options)
+    rules = Rules("sbhd", rules.window, rules.bottom_right, 0.4, 0.0, rules.bias, rules.softmax_type, rules.padded, rules.masked)
+    depth = channels[1] if isinstance(channels, tuple) else D
+    lengths = (LENGTHS_Q, LENGTHS_KV) if rules.padded else ((), ())
+    sizes = Sizes(B, ROWS, COLUMNS, HEADS, GROUPS, D, *lengths, depth)
+    q, do = draw(1, (B, HEADS, ROWS, D), dtype), draw(4, (B, HEADS, ROWS, depth), dtype)
+    k, v = draw(2, (B, GROUPS, COLUMNS, D), dtype), draw(3, (B, GROUPS, COLUMNS, depth), dtype)
+    mask = np.random.default_rng(5).random((B, 1, ROWS, COLUMNS)) < 0.4 if rules.masked else None
+    bias = draw(6, (1, HEADS, ROWS, COLUMNS), dtype) if rules.bias.endswith("bias") and rules.bias != "no_bias" else None
+    offset = draw(7, (HEADS,), "float32") if rules.softmax_type == "learnable" else None
+    oracle = Oracle(formats.dtype(dtype), sizes, rules, False, q, k, v, do, mask, bias, SLOPES if rules.bias == "alibi" else None, offset)
+
+    def place(x):
+        return np.ascontiguousarray(x.transpose(2, 0, 1, 3))
+
+    inputs = [tensor(place(x), requires_grad=True, device=device) for x in (q, k, v)]
+    if mask is not None:
+        call["attention_mask"] = mask
+    if name == "padding_by_masks":
+        call["attention_mask"] = tuple(np.arange(n) >= np.array(m)[:, None, None, None]
+                                       for n, m in ((ROWS, LENGTHS_Q), (COLUMNS, LENGTHS_KV)))
+    elif rules.padded:
+        call |= {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_KV)}
+    if bias is not None:
+        call["core_attention_bias"] = given = tensor(bias, requires_grad=True, device=device)
+    if offset is not None:
+        module.load_state_dict({"softmax_offset": offset})
+    o = module(*inputs, **call)
+    assert_close("o", f64(o).reshape(ROWS, B, HEADS, depth), place(oracle.o), dtype, place(oracle.o_slack))
+    o.backward(place(do).reshape(o.shape))
+    for what, x in zip(("dq", "dk", "dv"), inputs, strict=True):
+        assert_close(what, f64(x.grad), place(oracle.grads[what]), dtype, place(oracle.forward_slack(what)))
+    if bias is not None:
+        assert_close("dbias", f64(given.grad), oracle.grads["dbias"], dtype, oracle.forward_slack("dbias"))
+    if offset is not None:
+        assert_close("doffset", f64(module.softmax_offset.grad), oracle.grads["doffset"], "float32", oracle.forward_slack("doffset"))
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("most", [None, 16])
+def test_sequences_one_after_the_other_are_a_padded_batch(device, most, gaps):
+    packed = nn.DotProductAttention(HEADS, D, GROUPS, qkv_format="thd", attn_mask_type="padding_causal")
+    padded = nn.DotProductAttention(HEADS, D, GROUPS, qkv_format="bshd", attn_mask_type="padding_causal")
+    longest = ROWS
+    raw = [draw(i, (B, longest, n, D), "float32") for i, n in enumerate((HEADS, GROUPS, GROUPS))]
+    starts = cu(np.add(LENGTHS_Q, 2)) if gaps else cu(LENGTHS_Q)
+
+    def pack(x):
+        out = np.zeros((int(starts[-1]), *x.shape[2:]), np.float32)
+        for b, n in enumerate(LENGTHS_Q):
+            out[starts[b] : starts[b] + n] = x[b, :n]
+        return out
+
+    lengths = {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_Q)}
+    more = {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts, "pad_between_seqs": True} if gaps else {}
+    do = draw(9, (B, longest, HEADS, D), "float32")
+    one = [tensor(pack(x), requires_grad=True, device=device) for x in raw]
+    other = [tensor(x, requires_grad=True, device=device) for x in raw]
+    o = packed(*one, max_seqlen_q=most, max_seqlen_kv=most, **lengths, **more)
+    p = padded(*other, **lengths)
+    o.backward(pack(do).reshape(o.shape))
+    p.backward(do.reshape(p.shape))
+    slack = 64 * D * U  # the padded lengths differ, and with them the order of sums
+    assert_close("o", f64(o).reshape(-1, HEADS, D), pack(f64(p).reshape(do.shape)), "float32", slack)
+    for a, b in zip(one, other, strict=True):
+        assert_close("grad", f64(a.grad), pack(f64(b.grad)), "float32", 4 * slack)
+
+
+class Cross:
+    """MultiheadAttention across: ``x`` R (s b, H), ``source`` R (s' b, H), float64; ``angles``: of queries and keys, or None."""
+
+    def __init__(self, module, x, source, p, hidden, angles=None):
+        first = "layernorm_query" if module.input_layernorm else "query_layer"
+        self.q = Product(x, p[f"{first}.query_weight"], None)
+        weights = {kind: np.concatenate([p[f"key_value.{n}_{kind}"] for n in ("key", "value")]) for kind in ("weight", "bias")}
+        self.kv = Product(source, weights["weight"], None)
+        q = self.q.forward(p[f"{first}.query_bias"]).rounded("float32").reshape(ROWS, B, HEADS, D)
+        kv = self.kv.forward(weights["bias"]).rounded("float32").reshape(COLUMNS, B, 2 * HEADS, D)
+        k, v = kv[:, :, :HEADS], kv[:, :, HEADS:]
+        self.angles = angles
+        if angles is not None:
+            q, k = self.turn(q, angles[0], 1), self.turn(k, angles[1], 1)
+        seen = np.ones((ROWS, COLUMNS), bool)
+        self.heads = {(b, h): Head(q[:, b, h], k[:, b, h], v[:, b, h], seen, D**-0.5, 0.0) for b in range(B) for h in range(HEADS)}
+        o = self.join([head.o for head in self.heads.values()], ROWS).rounded("float32")
+        self.proj = Product(o.reshape(ROWS * B, hidden), p["proj.weight"], None)
+        self.out = self.proj.forward(p["proj.bias"])
+
+    @staticmethod
+    def join(parts, length):
+        def order(values):
+            return np.stack(values).reshape(B, HEADS, length, D).transpose(2, 0, 1, 3)
+
+        return R(order([part.v for part in parts]), order([part.e for part in parts]))
+
+    @staticmethod
+    def turn(x, angle, sign):
+        """Halves turned; cos and sin of a float32 angle are off by 8 u of a radian or so."""
+        half = x.v.shape[-1] // 2
+        cos, sin = (R(f(angle)[:, None, None], 8 * U * (1 + np.abs(angle[:, None, None]))) for f in (np.cos, np.sin))
+        low, high = x[..., :half], x[..., half:]
+        parts = low * cos - high * sin * sign, high * cos + low * sin * sign
+        return R(np.concatenate([part.v for part in parts], -1), np.concatenate([part.e for part in parts], -1)).rounded("float32")
+
+    def backward(self, g):
+        """dx, d source, and the key_value weights' gradient."""
+        do, _, _ = self.proj.backward(g)
+        do = do.rounded("float32").reshape(ROWS, B, HEADS, D)
+        grads = [head.backward(do[:, b, h]) for (b, h), head in self.heads.items()]
+        dq, dk, dv = (self.join([g[i] for g in grads], n).rounded("float32") for i, n in enumerate((ROWS, COLUMNS, COLUMNS)))
+        if self.angles is not None:
+            dq, dk = self.turn(dq, self.angles[0], -1), self.turn(dk, self.angles[1], -1)
+        dkv = R(np.concatenate([dk.v, dv.v], 2), np.concatenate([dk.e, dv.e], 2)).reshape(COLUMNS * B, -1)
+        return self.q.backward(dq.reshape(ROWS * B, -1))[0], *self.kv.backward(dkv)[:2]
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_cross_attention(device, normed, rotary):
+    hidden = HEADS * D
+    module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS, attention_dropout=0.0,
+                  attention_type="cross", attn_mask_type="no_mask", input_layernorm=normed)
+    p = {name: f64(parameter) for name, parameter in module.named_parameters()}
+    first = "layernorm_query" if normed else "query_layer"
+    names = [*(f"{first}.layer_norm_{kind}" for kind in ("weight", "bias") if normed), f"{first}.query_weight", f"{first}.query_bias"]
+    names += [f"key_value.{n}_{kind}" for n in ("key", "value") for kind in ("weight", "bias")]
+    assert set(p) == {*names, "proj.weight", "proj.bias"}
+    x, source = draw(1, (ROWS, B, hidden), "float32"), draw(2, (COLUMNS, B, hidden), "float32")
+    g = draw(3, (ROWS, B, hidden), "float32", 2.0**-6)
+    rx, angles, freqs = R(x.astype(np.float64).reshape(-1, hidden)), None, None
+    if rotary:
+        embedding = nn.RotaryPositionEmbedding(D, device=device)
+        freqs = (embedding(ROWS, offset=4), embedding(COLUMNS))
+        speeds = 10000.0 ** (-np.arange(0, D, 2) / D)
+        angles = (np.arange(ROWS) + 4)[:, None] * speeds, np.arange(COLUMNS)[:, None] * speeds
+    inner = rx
+    if normed:
+        weight, bias = (p[f"layernorm_query.layer_norm_{kind}"] for kind in ("weight", "bias"))
+        inner, hat, rstd = norm(rx, weight, bias, "LayerNorm", 1e-5)
+        inner = inner.rounded("float32")
+    want = Cross(module, inner, R(source.astype(np.float64).reshape(-1, hidden)), p, hidden, angles)
+    a, b = tensor(x, requires_grad=True, device=device), tensor(source, requires_grad=True, device=device)
+    y = module(a, encoder_output=b, rotary_pos_emb=freqs)
+    y.backward(g)
+    assert_within("y", f64(y).reshape(-1, hidden), want.out.rounded("float32"))
+    dx, dsource, dw = want.backward(R(g.astype(np.float64).reshape(-1, hidden)))
+    if normed:
+        dx = norm_grad(dx.rounded("float32"), hat, rstd, p["layernorm_query.layer_norm_weight"], "LayerNorm")[0]
+    assert_within("dx", f64(a.grad).reshape(-1, hidden), dx.rounded("float32"))
+    assert_within("dsource", f64(b.grad).reshape(-1, hidden), dsource.rounded("float32"))
+    got = np.concatenate([f64(getattr(module.key_value, f"{n}_weight").grad) for n in ("key", "value")])
+    assert_within("key_value", got, dw.rounded("float32"))
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, interleaved):
+    """The layer with its packed projection equals the projection's parts turned one by one."""
+    hidden = HEADS * D
+    mask = "padding_causal" if form == "thd" else "causal"
+    module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS,
+                  num_gqa_groups=HEADS if fused else GROUPS, fuse_qkv_params=fused, attention_dropout=0.0, qkv_format=form,
+                  attn_mask_type=mask, rotary_pos_interleaved=interleaved)
+    freqs = nn.RotaryPositionEmbedding(D, 0.5, interleaved=interleaved, device=device)(16)
+    shape = {"sbhd": (ROWS, B), "bshd": (B, ROWS), "thd": (10,)}[form]
+    lengths = {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_Q)} if form == "thd" else {}
+    x = tensor(draw(1, (*shape, hidden), "float32"), device=device)
+    y = module(x, rotary_pos_emb=freqs, **lengths)
+    qkv = module.qkv(x).numpy().reshape(*shape, -1, D)
+    pieces = [qkv[..., i::3, :] for i in range(3)] if fused else np.split(qkv, [HEADS, HEADS + GROUPS], axis=-2)
+    parts = [np.ascontiguousarray(part) for part in pieces]
+    turned = [nn.apply_rotary_pos_emb(tensor(part, device=device), freqs, form, interleaved=interleaved,
+                                      cu_seqlens=lengths.get("cu_seqlens_q")) for part in parts[:2]]
+    want = module.proj(module.core_attention(*turned, tensor(parts[2], device=device), **lengths))
+    if device == "cpu":
+        assert_same_bits("y", y.numpy(), want.numpy())
+    assert_close("y", f64(y), f64(want), "float32", 64 * hidden * U * np.abs(f64(want)).max())
+    assert not np.allclose(f64(y), f64(module(x, **lengths)))
+
+
+def test_a_layer_hands_the_attentions_options_down(device):
+    layer = make(nn.TransformerLayer, device, "float32", hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, window_size=(2, 0),
+                 softmax_type="off-by-one").eval()
+    x = draw(1, (9, 2, 32), "float32")
+    other = x.copy()
+    other[0] = 9  # beyond the window of rows 3 and later
+    freqs = nn.RotaryPositionEmbedding(8, device=device)(9)
+    a, b = (f64(layer(tensor(v, device=device), rotary_pos_emb=freqs)) for v in (x, other))
+    np.testing.assert_array_equal(a[3:], b[3:])
+    assert not np.array_equal(a[2], b[2])
+    assert not np.array_equal(a[3:], f64(layer(tensor(x, device=device)))[3:])
+
+
+X = np.ones((4, 2, 4, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: nn.DotProductAttention(4, 8)(X, X), ["layers", "query_layer and key_layer"]),
+        (lambda: nn.DotProductAttention(4, 8)(X, X, X, attention_mask=X > 0), ["attention_mask", "causal"]),
+        (lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="bias"), ["core_attention_bias_type"]),
+        (lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias_type="post_scale_bias"), ["bias", "None"]),
+        (lambda: nn.DotProductAttention(4, 8)(X, X, X, core_attention_bias=X), ["bias", "no_bias"]),
+        (lambda: nn.DotProductAttention(4, 8)(X, X, X, bottom_right_diagonal=True), ["bottom_right_diagonal", "causal"]),
+        (lambda: nn.DotProductAttention(4, 8)(X, X, X, window_size=(1, 1)), ["window_size", "(1, 1)"]),
+        (lambda: nn.DotProductAttention(4, 8)(X, X, X, pad_between_seqs=True), ["pad_between_seqs", "True"]),
+        (lambda: nn.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding")(X, X, X), ["cu_seqlens_q", "thd"]),
+        (lambda: nn.DotProductAttention(4, 8, qkv_format="thd")(X[0], X[0], X[0], cu_seqlens_q=cu((1, 1)), cu_seqlens_kv=cu((1, 1))),
+         ["mask", "padding"]),
+        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.ones((2, 4), bool)), ["attention_mask"]),
+        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.eye(2, 4, dtype=bool)[:, None, None]),
+         ["attention_mask", "before a true position"]),
+        (lambda: nn.DotProductAttention(4, (8, 0)), ["kv_channels", "0"]),
+        (lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="cross")(np.ones((2, 1, 32), np.float32)), ["encoder_output"]),
+        (lambda: nn.MultiheadAttention(32, 4, device="cpu", qk_norm_type="RMSNorm"), ["qk_norm_type", "yet"]),
+    ],
+)
+def test_refusals_name_the_argument(call, words):
+    with pytest.raises(Fp8kitError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
