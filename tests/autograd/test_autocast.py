@@ -41,7 +41,7 @@ def test_the_innermost_decides():
         with autocast(enabled=False, recipe=b):
             assert current() == (False, False, b, 2, False)
             with autocast(calibrating=True):
-                assert current() == (True, True, DelayedScaling(), 3)
+                assert current() == (True, True, DelayedScaling(), 3, False)
             assert current() == (False, False, b, 2, False)
         assert current() == (True, False, a, 1, False)
     assert current() is None
