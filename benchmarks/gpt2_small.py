@@ -26,7 +26,8 @@ from fp8kit.bench import versions
 from fp8kit.models import plots, text
 from fp8kit.models.gpt import parameter_count
 from fp8kit.models.presets import Preset, preset
-from fp8kit.models.train import Run, fp8_recipe, high_precision, train, write_losses
+from fp8kit.models.resume import Run
+from fp8kit.models.train import fp8_recipe, high_precision, train, write_losses
 
 
 def summary(runs: Sequence[tuple[Run, Run]], size: Preset) -> dict[str, Any]:

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from fp8kit.arrays import ArrayView, Device, synchronize
     from fp8kit.autograd import Function, Tensor, no_grad, tensor
     from fp8kit.backends.dispatch import deterministic, use_backend
-    from fp8kit.errors import AutogradError, BackendError, CheckpointError, FormatError, Fp8kitError, RecipeError, ShapeError
+    from fp8kit.errors import (
+        AutogradError,
+        BackendError,
+        CheckpointError,
+        FormatError,
+        Fp8kitError,
+        NonFiniteError,
+        RecipeError,
+        ShapeError,
+    )
     from fp8kit.float8 import Float8Tensor, quantize
     from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format, bfloat16, float16, float32, int32, int64, uint8
     from fp8kit.nn.random import manual_seed
@@ -51,6 +60,7 @@ _PUBLIC = {
     "BackendError": "errors",
     "CheckpointError": "errors",
     "AutogradError": "errors",
+    "NonFiniteError": "errors",
     "Float8Tensor": "float8",
     "quantize": "float8",
     "E2M1": "formats",

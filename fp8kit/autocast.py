@@ -35,13 +35,14 @@ class AutocastState(NamedTuple):
     """The innermost autocast of the thread.
 
     ``enabled``: FP8 is on. ``calibrating``: compute stays as ``enabled`` says, and amaxes are recorded in any case. ``recipe``: the
-    recipe in force. ``depth``: 1 for an outermost autocast.
+    recipe in force. ``depth``: 1 for an outermost autocast. ``check_finite``: modules look for Inf and NaN.
     """
 
     enabled: bool
     calibrating: bool
     recipe: Recipe
     depth: int
+    check_finite: bool = False
 
 
 class _Thread(threading.local):
@@ -80,6 +81,9 @@ class autocast(ContextDecorator):
     * ``calibrating``: record amaxes and update scales, also with ``enabled=False`` (high-precision compute) and without gradients: this
       prepares a model for FP8 inference.
     * ``recipe``: a Recipe; None is ``DelayedScaling()``.
+    * ``check_finite``: True makes modules look at every activation, weight and gradient for Inf and NaN, in high precision too, and raise
+      NonFiniteError that names the first layer and tensor with one; what the step recorded is dropped. For finding faults: it waits for
+      the device after every operation. None is as the autocast around this one, False where there is none.
     * ``amax_reduction_group``: must be None; one process has nothing to reduce.
 
     Nests: the innermost decides. Forward states are updated when the outermost active (enabled or calibrating) autocast of the
@@ -90,9 +94,10 @@ class autocast(ContextDecorator):
     """
 
     def __init__(
-        self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None
+        self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
+        check_finite: bool | None = None,
     ) -> None:
-        for name, flag in (("enabled", enabled), ("calibrating", calibrating)):
+        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", check_finite or False)):
             if not isinstance(flag, bool):
                 raise RecipeError(expected("autocast", name, repr(flag), "a bool"))
         if recipe is not None and not isinstance(recipe, Recipe):
@@ -102,12 +107,16 @@ class autocast(ContextDecorator):
             raise RecipeError(expected("autocast", "amax_reduction_group", group, "None: groups are not supported yet"))
         self.enabled = enabled
         self.calibrating = calibrating
+        self.check_finite = check_finite
         self.recipe = _DEFAULT if recipe is None else recipe
 
     def __enter__(self) -> autocast:
         thread = _thread
         depth = len(thread.stack) + 1
-        thread.stack.append((self, AutocastState(self.enabled, self.calibrating, self.recipe, depth)))
+        check = self.check_finite
+        if check is None:
+            check = bool(thread.stack) and thread.stack[-1][1].check_finite
+        thread.stack.append((self, AutocastState(self.enabled, self.calibrating, self.recipe, depth, check)))
         if not thread.active and (self.enabled or self.calibrating):
             thread.active = depth
         return self

@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--precision", choices=("high", "fp8"), default="fp8",
                        help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)")
     train.add_argument("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder of the results (%(default)s)")
+    train.add_argument("--save-every", type=_positive, default=100, metavar="N",
+                       help="write the whole state to DIR/training.safetensors after each N steps (%(default)s)")
+    train.add_argument("--resume", action="store_true", help="continue from DIR/training.safetensors")
     train.set_defaults(run=_train)
 
     for trains in (demo, train):
@@ -118,7 +121,8 @@ def _train(options: argparse.Namespace) -> int:
         size = size.with_steps(options.steps)
     recipe = fp8_recipe(size) if options.precision == "fp8" else None
     corpus = text.standard_library()
-    run = train(size, corpus, recipe, "FP8" if recipe else high_precision(device).name, device, options.seed)
+    run = train(size, corpus, recipe, "FP8" if recipe else high_precision(device).name, device, options.seed,
+                keep=out / "training.safetensors", save_every=options.save_every, resume=options.resume)
     write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:
         write_statistics(out / "scales.csv", run.statistics)

@@ -35,6 +35,10 @@ class AutogradError(Fp8kitError, RuntimeError):
     """The tape cannot differentiate what it was asked to."""
 
 
+class NonFiniteError(Fp8kitError, ArithmeticError):
+    """A value became Inf or NaN where ``autocast(check_finite=True)`` looks for that."""
+
+
 def expected(operation: str, argument: str, got: object, wanted: str) -> str:
     """The one sentence of a refusal: ``linear: x: got shape (3, 5), expected (tokens, 4)``."""
     return f"{operation}: {argument}: got {got}, expected {wanted}"

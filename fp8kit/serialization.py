@@ -7,22 +7,23 @@ so that a resumed run continues with the same bits. Format: https://huggingface.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import CheckpointError, expected
 
 HostArray = np.ndarray[Any, Any]
+_BESIDE = ".tmp"
 
 # safetensors' dtype codes; float4 has none there
 _CODES = {
@@ -43,6 +44,53 @@ class Stateful(Protocol):
         """Take arrays over; refuse all before changing any."""
 
 
+class Part(Stateful, Protocol):
+    """What a ``Bundle`` takes: can say beforehand whether a state fits."""
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check a state, and return what takes it over. CheckpointError where it does not fit."""
+
+
+class Bundle:
+    """Several things in one file: ``Bundle(model=model, optimizer=optimizer, random=nn.RandomState())`` saves and loads them together.
+
+    Names in the file are ``model/...`` and so on. Loading is all or nothing: every part is checked before any changes.
+    """
+
+    def __init__(self, **parts: Part) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parts' arrays under their names."""
+        return {f"{part}/{name}": array for part, thing in self.parts.items() for name, array in thing.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what ``state_dict`` gave. CheckpointError, naming the part, where one does not fit; then all are as they were."""
+        self.check_state_dict(state, strict)()
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError as ``load_state_dict``."""
+        split: dict[str, dict[str, Any]] = {part: {} for part in self.parts}
+        for name, array in state.items():
+            part, slash, rest = name.partition("/")
+            if slash and part in split:
+                split[part][rest] = array
+            elif strict:
+                raise CheckpointError(f"load: unexpected: {name}")
+        takers = []
+        for part, thing in self.parts.items():
+            try:
+                takers.append(thing.check_state_dict(split[part], strict))
+            except CheckpointError as error:
+                raise CheckpointError(f"{part}: {error}") from None
+
+        def take() -> None:
+            for taker in takers:
+                taker()
+
+        return take
+
+
 def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
     """Write a module's, an optimiser's or a dict's arrays to ``path``.
 
@@ -61,17 +109,17 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     for name, text in texts.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise CheckpointError(expected("save", f"metadata[{name!r}]", repr(text), "a string"))
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_BESIDE}")
     try:
-        with open(beside, "xb"):  # made here, so that the umask gives the mode
-            pass
-        safetensors.numpy.save_file(host, beside, metadata=texts or None)
-        _flush(beside)
+        with open(beside, "xb") as file:
+            _write(file, host, texts)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, target)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _flush(target.parent)
+    _flush_folder(target.parent)
 
 
 def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], strict: bool = True) -> dict[str, str]:
@@ -90,6 +138,13 @@ def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], str
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error
     return metadata
+
+
+def sweep(path: str | os.PathLike[str]) -> None:
+    """Remove what killed saves to ``path`` left beside it. Not while another process saves there."""
+    target = Path(path)
+    for beside in target.parent.glob(f".{glob.escape(target.name)}.*{_BESIDE}"):
+        beside.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
@@ -149,8 +204,26 @@ def _host(name: str, array: Any) -> HostArray:
     return np.ascontiguousarray(view.numpy()).reshape(view.shape)
 
 
-def _flush(path: Path) -> None:
-    """Make a file's bytes, or a folder's entries, survive a power cut."""
+def _write(file: BinaryIO, host: Mapping[str, HostArray], texts: Mapping[str, str]) -> None:
+    """The format, array by array, so that no second copy of them is made: the header's size as 8 bytes, the header in JSON, padded to 8
+    bytes, and the arrays without gaps, wide elements first, so that each is aligned. (The library's own ``save_file`` leaves files of
+    unknown names behind when it is killed.)"""
+    order = sorted(host, key=lambda name: (-host[name].dtype.itemsize, name))
+    codes = {kind.numpy: code for code, kind in _CODES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(texts)} if texts else {}
+    end = 0
+    for name in order:
+        start, end = end, end + host[name].nbytes
+        header[name] = {"dtype": codes[host[name].dtype], "shape": list(host[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        file.write(host[name].reshape(-1).view(np.uint8).data)
+
+
+def _flush_folder(path: Path) -> None:
+    """Make a folder's entries survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -32,7 +32,7 @@ def test_module_runs_like_the_command():
 def test_train_writes_a_checkpoint(tmp_path, capsys):
     assert cli.main(["train", "--preset", "tiny", "--steps", "3", "--device", "cpu", "--out", str(tmp_path)]) == 0
     assert "nats/byte" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.csv", "model.safetensors", "scales.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.csv", "model.safetensors", "scales.csv", "training.safetensors"]
 
 
 def test_demo_fails_when_a_bound_fails(tmp_path, capsys):

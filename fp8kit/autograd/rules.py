@@ -146,8 +146,10 @@ def apply(
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = Tensor(views[source])  # type: ignore[arg-type]
+    watcher = tape.watcher()
+    where = None if watcher is None else watcher.forward(operation.name, inputs, results)
     if wanted:
-        _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish)
+        _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish, watcher, where)
     return results
 
 
@@ -172,6 +174,8 @@ def _record(
     given: Mapping[str, ArrayView],
     late: Mapping[str, ArrayView],
     finish: Finish | None,
+    watcher: tape.Watcher | None,
+    where: Any,
 ) -> None:
     plan, signature = ready.plan, ready.plan.signature
     for name in wanted:
@@ -193,8 +197,12 @@ def _record(
             by_name[names[0]] = arrays.zeros(main.shape, main.dtype, device)
         for check in watched:
             check()
+        if watcher is not None:
+            watcher.backward(where, by_name, {})
         grads = allocate(signature.grads, device, given)
         operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.carve(device), arrays.current_stream(device))
+        if watcher is not None:
+            watcher.backward(where, {}, {name: grads[name] for name in wanted if name in grads})
         return [
             grads[name] if name in grads else owned(edge, by_name[signature.grad_passes[name]])
             for name, edge in zip(wanted, edges, strict=True)

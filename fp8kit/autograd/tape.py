@@ -153,9 +153,36 @@ class probing:
         _MODE.probe = self.before
 
 
+class Watcher(Protocol):
+    """Who sees every operation's values on a thread, forward and, of what was recorded then, backward. May raise."""
+
+    def forward(self, operation: str, inputs: Any, outputs: Any) -> Any:
+        """After an operation; what is returned comes back as ``where``."""
+
+    def backward(self, where: Any, cotangents: Any, gradients: Any) -> None:
+        """Before its backward with the cotangents of its outputs by name, and after it with the gradients of its inputs."""
+
+
+class watching:
+    """Context manager: ``watcher`` (None: nobody) sees the operations on this thread."""
+
+    __slots__ = ("before", "watcher")
+
+    def __init__(self, watcher: Watcher | None) -> None:
+        self.watcher = watcher
+
+    def __enter__(self) -> None:
+        self.before = _MODE.watcher
+        _MODE.watcher = self.watcher
+
+    def __exit__(self, *exc: object) -> None:
+        _MODE.watcher = self.before
+
+
 class _Mode(threading.local):
     enabled = True
     probe: Probe | None = None
+    watcher: Watcher | None = None
 
     def __init__(self) -> None:
         self.outside: list[bool] = []  # what held outside of each no_grad block; here, so that one object may be entered anywhere
@@ -172,6 +199,11 @@ def is_grad_enabled() -> bool:
 def probe() -> Probe | None:
     """Who wants to know what is not recorded on this thread; see ``probing``."""
     return _MODE.probe
+
+
+def watcher() -> Watcher | None:
+    """Who sees the operations on this thread; see ``watching``."""
+    return _MODE.watcher
 
 
 class set_grad_enabled:

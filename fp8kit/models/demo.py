@@ -13,7 +13,8 @@ from fp8kit.models import plots, text
 from fp8kit.models.gpt import generate, parameter_count
 from fp8kit.models.presets import Preset
 from fp8kit.models.progress import duration
-from fp8kit.models.train import Run, fp8_recipe, high_precision, train, write_losses, write_statistics
+from fp8kit.models.resume import Run
+from fp8kit.models.train import fp8_recipe, high_precision, train, write_losses, write_statistics
 
 LEARNED = 0.7  # nats/byte that both runs must end below the unigram entropy
 GAP = 0.02  # largest relative difference of the two validation losses

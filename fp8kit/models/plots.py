@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.errors import BackendError
-from fp8kit.models.train import Statistic
+from fp8kit.models.resume import Statistic
 
 TENSORS = ("input", "weight", "grad_output")
 STYLES = (("#3b6ea8", "-"), ("#d1662c", "--"))  # high precision, FP8

@@ -7,9 +7,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import numpy as np
 
@@ -23,38 +22,12 @@ from fp8kit.models import text
 from fp8kit.models.gpt import GPT
 from fp8kit.models.presets import Preset
 from fp8kit.models.progress import Progress
+from fp8kit.models.resume import Checkpoint, Run, Statistic, identity
 from fp8kit.models.text import Bytes, Corpus
 from fp8kit.recipe import DelayedScaling, Recipe
 
 VALIDATION_SEED = 1 << 32  # training seeds are below it
 DRAIN = 10  # steps between two readings of losses from an accelerator: reading waits for it
-
-
-class Statistic(NamedTuple):
-    """What delayed scaling knew of one tensor after ``step``: its last ``amax`` and the ``scale`` of the next step.
-
-    ``layer`` is the module's path with the GEMM's prefix, ``tensor`` is "input", "weight" or "grad_output".
-    """
-
-    step: int
-    layer: str
-    tensor: str
-    amax: float
-    scale: float
-
-
-@dataclass
-class Run:
-    """A finished training. ``losses``: nats/byte of each step; ``validation_loss``: nats/byte; ``seconds`` of all steps, the first
-    and its compilation included; ``statistics``: readings of the FP8 state, none in high precision."""
-
-    label: str
-    model: GPT
-    recipe: Recipe | None
-    losses: list[float] = field(default_factory=list)
-    validation_loss: float = math.nan
-    seconds: float = 0.0
-    statistics: list[Statistic] = field(default_factory=list)
 
 
 def high_precision(device: Device) -> DType:
@@ -72,12 +45,15 @@ def _precision(recipe: Recipe | None) -> AbstractContextManager[object]:
 
 
 def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int = 0,
-          stream: TextIO | None = None) -> Run:
+          stream: TextIO | None = None, keep: Path | None = None, save_every: int = 0, resume: bool = False) -> Run:
     """Train a fresh GPT of ``preset`` on ``corpus.train``, and measure it on ``corpus.validation``.
 
     ``recipe`` None is high precision (``high_precision(device)``), else FP8. ``seed``, below 2**32, decides weights and batches, so that
-    runs that differ in the recipe alone start alike and see the same text. ``stream`` is where progress goes, None standard error. Raises
-    Fp8kitError when the loss is no longer finite.
+    runs that differ in the recipe alone start alike and see the same text. ``stream`` is where progress goes, None standard error.
+
+    ``keep``: file that the whole state is written to after each ``save_every`` steps, and at the end. ``resume``: continue from that file,
+    with the same bits as if the run had never stopped (``fk.deterministic`` on a GPU, the same thread count on a CPU). Raises Fp8kitError
+    when the loss is no longer finite, CheckpointError for a file that is not of this very training; see ``Checkpoint``.
     """
     if not 0 <= seed < VALIDATION_SEED:
         raise Fp8kitError(expected("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})"))
@@ -89,11 +65,16 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
          {"params": [p for p in parameters if len(p.shape) == 1], "weight_decay": 0.0}],
         lr=preset.learning_rate, betas=(0.9, 0.95),
     )
+    kept = None if keep is None else Checkpoint(keep, run, optimizer, identity(preset, corpus, recipe, label, device, seed))
+    if resume:
+        if kept is None:
+            raise Fp8kitError(expected("train", "keep", None, "the file to resume from"))
+        kept.load()
     progress = Progress(label, preset.steps, "tokens", stream)
     share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
     pending: list[list[Tensor]] = []
     start = time.perf_counter()
-    for step in range(preset.steps):
+    for step in range(len(run.losses), preset.steps):
         optimizer.lr = optim.warmup_cosine(step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10)
         pending.append([_microbatch(run, preset, corpus.train, seed, step, micro, share, device) for micro in range(preset.accumulate)])
         optim.clip_grad_norm_(parameters, preset.clip)
@@ -102,10 +83,13 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
         done = step + 1
         if recipe is not None and (done % preset.statistics_every == 0 or step == 0):
             run.statistics += read_statistics(run.model, done)
-        if device.kind == "cpu" or done % DRAIN == 0 or step == 0 or done == preset.steps:
+        due = kept is not None and (done == preset.steps or (save_every > 0 and done % save_every == 0))
+        if due or device.kind == "cpu" or done % DRAIN == 0 or step == 0 or done == preset.steps:
             _drain(run, pending)
             progress.update(done, preset.tokens * len(pending), loss=run.losses[-1])
             pending.clear()
+        if due and kept is not None:
+            kept.save()
     arrays.synchronize(device)
     run.seconds = time.perf_counter() - start
     run.validation_loss = validate(run.model, preset, corpus.validation, recipe)

@@ -16,6 +16,7 @@ from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, FormatError, Fp8kitError, expected
 from fp8kit.formats import DType
+from fp8kit.nn import finite
 from fp8kit.nn.random import Init
 
 _Self = TypeVar("_Self", bound="Module")
@@ -44,6 +45,9 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
+        if finite.wanted():
+            with finite.looking(self):
+                return self.forward(*inputs, **options)
         return self.forward(*inputs, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:

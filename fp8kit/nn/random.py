@@ -15,7 +15,7 @@ import numpy as np
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import CheckpointError, ShapeError, expected
+from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import int64
 
 HostArray = np.ndarray[Any, Any]
@@ -74,24 +74,63 @@ def get_rng_state() -> dict[str, HostArray]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Go back to a state that ``get_rng_state`` gave (NumPy arrays by name). CheckpointError where an entry is missing or unknown."""
-    global _state
-    known = {"seed", "host.counter", "host.key", "host.buffer", "host.rest"}
-    for name in known - set(state):
+    """Go back to a state that ``get_rng_state`` gave (arrays by name). CheckpointError where an entry is missing, unknown or wrong."""
+    check_rng_state(state)()
+
+
+def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
+    """Check what ``set_rng_state`` takes, and return what goes back to it. CheckpointError as there."""
+    shapes = {"seed": (), "host.counter": (4,), "host.key": (2,), "host.buffer": (4,), "host.rest": (3,)}
+    for name in shapes.keys() - set(state):
         raise CheckpointError(expected("set_rng_state", name, "nothing", "an array from get_rng_state"))
-    new = _State(int(state["seed"]))
-    position, has_half, half = (int(v) for v in state["host.rest"])
+    values = {name: arrays.as_view(array).numpy() for name, array in state.items()}
+    devices: dict[Device, HostArray] = {}
+    for name, value in values.items():
+        if name not in shapes and not name.startswith(_DEVICE_PREFIX):
+            raise CheckpointError(expected("set_rng_state", name, "an unknown entry", "entries from get_rng_state"))
+        if value.shape != shapes.get(name, (2,)) or value.dtype.kind not in "iu":
+            wanted = f"integers of shape {shapes.get(name, (2,))}"
+            raise CheckpointError(expected("set_rng_state", name, f"{value.dtype} {value.shape}", wanted))
+        if name not in shapes:
+            try:
+                where = arrays.device(name.removeprefix(_DEVICE_PREFIX))
+                arrays.provider(where)
+            except Fp8kitError as error:
+                raise CheckpointError(expected("set_rng_state", name, "a device that is not here", f"a usable one ({error})")) from None
+            devices[where] = value.astype(np.int64)
+    position, has_half, half = (int(v) for v in values["host.rest"])
+    if not (int(values["seed"]) >= 0 and 0 <= position <= 4 and has_half in (0, 1) and 0 <= half < 2**32):
+        raise CheckpointError(expected("set_rng_state", "seed, host.rest", values["host.rest"].tolist(), "a state of get_rng_state"))
+    new = _State(int(values["seed"]))
     new.host.bit_generator.state = {
         "bit_generator": "Philox",
-        "state": {"counter": np.array(state["host.counter"], np.uint64), "key": np.array(state["host.key"], np.uint64)},
-        "buffer": np.array(state["host.buffer"], np.uint64), "buffer_pos": position, "has_uint32": has_half, "uinteger": half,
+        "state": {"counter": values["host.counter"].astype(np.uint64), "key": values["host.key"].astype(np.uint64)},
+        "buffer": values["host.buffer"].astype(np.uint64), "buffer_pos": position, "has_uint32": has_half, "uinteger": half,
     }
-    for name in set(state) - known:
-        if not name.startswith(_DEVICE_PREFIX):
-            raise CheckpointError(expected("set_rng_state", name, "an unknown entry", "entries from get_rng_state"))
-        where = arrays.device(name.removeprefix(_DEVICE_PREFIX))
-        new.devices[where] = arrays.to(arrays.as_view(np.array(state[name], np.int64)), where)
-    _state = new
+
+    def take() -> None:
+        global _state
+        for where, value in devices.items():
+            new.devices[where] = arrays.to(arrays.as_view(value), where)
+        _state = new
+
+    return take
+
+
+class RandomState:
+    """The process's random state as something to save: host generator and every device's dropout state."""
+
+    def state_dict(self) -> dict[str, HostArray]:
+        """``get_rng_state()``."""
+        return get_rng_state()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """``set_rng_state(state)``."""
+        set_rng_state(state)
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """``check_rng_state(state)``."""
+        return check_rng_state(state)
 
 
 class snapshot:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current, resumed
 from fp8kit.autograd import Tensor, is_grad_enabled, no_grad, set_grad_enabled
-from fp8kit.autograd.tape import Edge, Node, Probe, probing
+from fp8kit.autograd.tape import Edge, Node, Probe, Watcher, probing, watcher, watching
 from fp8kit.autograd.tensors import fresh, owned, unchanged
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
 from fp8kit.errors import AutogradError, Fp8kitError, expected
@@ -102,6 +102,7 @@ class _Call(NamedTuple):
     state: AutocastState | None
     policy: SelectionPolicy
     random: random.snapshot
+    watcher: Watcher | None
 
     def run(self, running: _Pass, probe: Probe | None, recorded: bool) -> Any:
         """Call the function."""
@@ -111,7 +112,7 @@ class _Call(NamedTuple):
 
     def again(self, calls: list[Kept]) -> Any:
         """Call the function once more, on the tape."""
-        with resumed(self.state), policy_context(self.policy), self.random.again():
+        with resumed(self.state), policy_context(self.policy), self.random.again(), watching(self.watcher):
             return self.run(_Pass(False, calls, None), None, True)
 
 
@@ -129,7 +130,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise Fp8kitError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
     if not is_grad_enabled():
         return function(*args, **kwargs)
-    call = _Call(function, args, kwargs, current(), get_policy(), random.snapshot())
+    call = _Call(function, args, kwargs, current(), get_policy(), random.snapshot(), watcher())
     outside = _thread.running
     one = _Pass(True, [], None if outside is None or outside.first else outside)
     probe = Probe()

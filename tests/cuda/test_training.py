@@ -12,7 +12,8 @@ from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.models import text
 from fp8kit.models.presets import preset
-from fp8kit.models.train import Run, fp8_recipe, train
+from fp8kit.models.resume import Run
+from fp8kit.models.train import fp8_recipe, train
 from fp8kit.recipe import Float8CurrentScaling, Recipe
 from fp8kit.testing import assert_same_bits
 

@@ -12,7 +12,7 @@ from fp8kit import formats, nn, serialization
 from fp8kit.arrays import CPU
 from fp8kit.autograd import no_grad, tensor
 from fp8kit.errors import BackendError, Fp8kitError, ShapeError
-from fp8kit.models import demo, plots, text, train
+from fp8kit.models import demo, plots, resume, text, train
 from fp8kit.models.gpt import GPT, generate, parameter_count
 from fp8kit.models.presets import PRESETS, preset
 from fp8kit.recipe import DelayedScaling
@@ -145,7 +145,7 @@ def test_accumulation_is_the_mean_over_microbatches(corpus):
         nn.cross_entropy(model(tensor(ids)), tensor(targets)).backward()
         grads.append(model.head.weight.grad.numpy().astype(np.float64))
         model.zero_grad()
-    run = train.Run("float32", model, None)
+    run = resume.Run("float32", model, None)
     for micro in range(2):
         train._microbatch(run, TINY, corpus.train, 0, 0, micro, half, CPU)
     got = model.head.weight.grad.numpy()

@@ -11,10 +11,10 @@ from fp8kit.autocast import autocast
 from fp8kit.autograd import no_grad, tensor
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.optim import SGD
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.nn.test_layers import draw
 
-RECIPES = {"high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling()}
+RECIPES = {"high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
 H = 32
 
 

@@ -1,0 +1,125 @@
+"""A training's whole state in one file, so that a run which was killed at any moment continues with the same bits.
+
+The file holds the model with its FP8 state, the optimiser (masters, moments, step counts, hyperparameters), the random state, and what
+the run has seen so far: its losses, whose number is the position in the data and in the schedule, and its statistics. Batches depend on
+seed and position alone, so that no reader has a state. The header says what is being trained; a file of another training is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8kit import arrays, nn, serialization
+from fp8kit.arrays import Device
+from fp8kit.errors import CheckpointError, expected
+from fp8kit.models.gpt import GPT
+from fp8kit.models.presets import Preset
+from fp8kit.models.text import Corpus
+from fp8kit.optim import Optimizer
+from fp8kit.recipe import Recipe
+
+KIND = "training 1"  # of the file: its name and the version of its layout
+
+
+class Statistic(NamedTuple):
+    """What delayed scaling knew of one tensor after ``step``: its last ``amax`` and the ``scale`` of the next step.
+
+    ``layer`` is the module's path with the GEMM's prefix, ``tensor`` is "input", "weight" or "grad_output".
+    """
+
+    step: int
+    layer: str
+    tensor: str
+    amax: float
+    scale: float
+
+
+@dataclass
+class Run:
+    """A finished training. ``losses``: nats/byte of each step; ``validation_loss``: nats/byte; ``seconds`` of all steps that this process
+    took, the first and its compilation included; ``statistics``: readings of the FP8 state, none in high precision."""
+
+    label: str
+    model: GPT
+    recipe: Recipe | None
+    losses: list[float] = field(default_factory=list)
+    validation_loss: float = math.nan
+    seconds: float = 0.0
+    statistics: list[Statistic] = field(default_factory=list)
+
+
+def identity(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int) -> dict[str, str]:
+    """What a training is, as strings by name: two trainings with the same identity have the same state after the same step."""
+    digest = hashlib.sha256(corpus.train.tobytes() + b"|" + corpus.validation.tobytes()).hexdigest()
+    said = {f"preset.{name}": repr(value) for name, value in dataclasses.asdict(preset).items()}
+    return said | {"label": label, "recipe": repr(recipe), "device": device.kind, "seed": str(seed), "corpus": digest}
+
+
+class Checkpoint:
+    """The file ``path`` of the training ``run`` with its ``optimizer`` and ``identity``."""
+
+    def __init__(self, path: Path, run: Run, optimizer: Optimizer, identity: Mapping[str, str]) -> None:
+        self.path = path
+        self.identity = {"fp8kit": KIND, **identity}
+        self.bundle = serialization.Bundle(model=run.model, optimizer=optimizer, random=nn.RandomState(), seen=_Seen(run))
+
+    def save(self) -> None:
+        """Write the state as it is now; the file's former contents stay until the new ones are whole on the disk."""
+        serialization.save(self.path, self.bundle, self.identity)
+
+    def load(self) -> None:
+        """Take over the file's state. CheckpointError that names what is wrong, with nothing changed, for a file that is missing, no
+        safetensors file, truncated, of another kind or training, or whose arrays do not fit."""
+        serialization.sweep(self.path)
+        state, said = serialization.read(self.path)
+        if said.get("fp8kit") != KIND:
+            raise CheckpointError(expected("resume", str(self.path), f"a file of kind {said.get('fp8kit')!r}", f"{KIND!r}"))
+        faults = [f"{name}: got {said.get(name)}, expected {value}" for name, value in self.identity.items() if said.get(name) != value]
+        if faults:
+            raise CheckpointError(f"resume: {self.path} is of another training: {'; '.join(faults[:8])}")
+        try:
+            self.bundle.load_state_dict(state)
+        except CheckpointError as error:
+            raise CheckpointError(f"resume: {self.path}: {error}") from error
+
+
+class _Seen:
+    """A run's losses and statistics as arrays."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        """``losses`` float64 (steps,), ``statistics``: JSON rows as uint8."""
+        text = json.dumps(self.run.statistics).encode()
+        return {"losses": np.array(self.run.losses, np.float64), "statistics": np.frombuffer(text, np.uint8)}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what ``state_dict`` gave."""
+        self.check_state_dict(state, strict)()
+
+    def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
+        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
+        host = {name: arrays.as_view(array).numpy() for name, array in state.items()}
+        wanted = {"losses": np.float64, "statistics": np.uint8}
+        if {name: (array.dtype, array.ndim) for name, array in host.items()} != {n: (np.dtype(k), 1) for n, k in wanted.items()}:
+            got = {name: f"{array.dtype} {array.shape}" for name, array in host.items()}
+            raise CheckpointError(expected("load", "losses, statistics", got, "float64 (steps,) and uint8 (bytes,)"))
+        try:
+            statistics = [Statistic(*row) for row in json.loads(host["statistics"].tobytes())]
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(expected("load", "statistics", "no JSON rows", f"what was saved ({error})")) from None
+
+        def take() -> None:
+            self.run.losses, self.run.statistics = host["losses"].tolist(), statistics
+
+        return take
