@@ -114,6 +114,7 @@ def quantised_blocks(x, tile, fmt, power_2):
 
     Where the doubt about an amax reaches over a power of two, several scales are possible. What is normal at the least of them rounds alike
     at all; what is subnormal there moves by two of its steps at most (one of rounding, one of a doubtful value), which the bound takes in.
+    The value is that of the likeliest scale, the one of the values as they are: a wide bound must not make the reference coarse.
     """
     v, e = np.empty(x.v.shape), np.empty(x.v.shape)
     for i in range(0, x.v.shape[0], tile[0]):
@@ -129,7 +130,9 @@ def quantised_blocks(x, tile, fmt, power_2):
                 kept = quantised(part, low, fmt)
                 if least <= 0 or low != 2.0 ** np.floor(np.log2(fmt.max / least)):
                     subnormal = (size - part.e) * low < fmt.smallest_normal
-                    kept = R(kept.v, kept.e + subnormal * 2 * fmt.smallest_subnormal / low)
+                    e_low = kept.e + subnormal * 2 * fmt.smallest_subnormal / low
+                    likely = quantised(part, 2.0 ** np.floor(np.log2(fmt.max / size.max())), fmt).v if size.max() else kept.v
+                    kept = R(likely, e_low + np.abs(likely - kept.v))
             v[at], e[at] = kept.v, kept.e
     return R(v, e)
 

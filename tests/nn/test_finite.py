@@ -98,7 +98,8 @@ def test_the_first_bad_tensor_is_named(device, case, recipe, recomputed):
 def test_inside_a_layer_and_in_a_recomputed_backward(device):
     for recomputed in (False, True):
         net = Net(device, recomputed)
-        net.head.forward = lambda x, forward=net.head.forward: (x.register_hook(lambda g: g.numpy() * np.inf), forward(x))[1]
+        infinite = lambda g: tensor(g.numpy() * np.inf, device=device).view  # noqa: E731
+        net.head.forward = lambda x, forward=net.head.forward: (x.register_hook(infinite), forward(x))[1]
         with np.errstate(invalid="ignore"), pytest.raises(NonFiniteError, match=r"layers\.1 \(dropout_add\): gradient of output y"):
             step(net, device)
         net = Net(device, recomputed)
