@@ -96,9 +96,11 @@ def test_the_first_bad_tensor_is_named(device, case, recipe, recomputed):
 
 
 def test_inside_a_layer_and_in_a_recomputed_backward(device):
+    def infinite(g):
+        return tensor(g.numpy() * np.inf, device=device).view
+
     for recomputed in (False, True):
         net = Net(device, recomputed)
-        infinite = lambda g: tensor(g.numpy() * np.inf, device=device).view  # noqa: E731
         net.head.forward = lambda x, forward=net.head.forward: (x.register_hook(infinite), forward(x))[1]
         with np.errstate(invalid="ignore"), pytest.raises(NonFiniteError, match=r"layers\.1 \(dropout_add\): gradient of output y"):
             step(net, device)
