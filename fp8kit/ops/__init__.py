@@ -10,6 +10,8 @@ norm_mlp                y = act(norm(x) W1^T + b1) W2^T + b2, likewise          
 attention               scaled dot product attention                                        attention.py
 rope                    rotary position embedding                                           rope.py
 dropout_add, add        residual + dropout(x + bias); a + b                                 dropout_add.py
+drop_path               residual + x, whole samples of x dropped                            drop_path.py
+split_heads             packed queries, keys and values apart                               split_heads.py
 embedding               rows of a table                                                     embedding.py
 cross_entropy           softmax cross entropy                                               cross_entropy.py
 ======================  ==================================================================  ==========================

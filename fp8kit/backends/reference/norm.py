@@ -52,8 +52,10 @@ def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayV
     partial = np.zeros((2, -(-rows // _TASK), columns), np.float32)
     values = result(dx)
     if x.size:
-        _backward(f32(dy), f32(x), _gain(weight, zero_centered_gamma, columns), mean.numpy() if mean is not None else _NOTHING, rstd.numpy(),
-                  f32(residual) if residual is not None else _NO_MATRIX, values, partial, centred)
+        means = mean.numpy() if mean is not None else _NOTHING
+        onto = f32(residual) if residual is not None else _NO_MATRIX
+        gain = _gain(weight, zero_centered_gamma, columns)
+        _backward(f32(dy), f32(x), gain, means, rstd.numpy(), onto, values, partial, centred)
     store(dx, values)
     if dweight is not None:
         store(dweight, np.add.reduce(partial[0], axis=0))

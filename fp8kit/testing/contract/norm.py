@@ -130,8 +130,8 @@ def _bwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
         upstream, added = put(dy, device), put(extra, device)
         dx = {"dy": upstream, "residual": added}.get(alias) or poisoned(shape, dtype, device)
         dweight, dbias = (poisoned((n,), dtype, device) if there else None for there in (weighted, layer))
-        kernels.norm_bwd(upstream, put(x, device), put(weight, device) if weighted else None, put(mean, device) if layer else None, put(rstd, device),
-                         added if residual else None, dx, dweight, dbias, norm, centred,
+        kernels.norm_bwd(upstream, put(x, device), put(weight, device) if weighted else None, put(mean, device) if layer else None,
+                         put(rstd, device), added if residual else None, dx, dweight, dbias, norm, centred,
                          workspace(kernels.norm_bwd_workspace(m, n), device), 0)
         mu, inverse = wide(mean)[:, None], wide(rstd)[:, None]
         xhat, gradient, onto = (wide(x) - mu) * inverse, wide(dy), wide(extra) * residual
