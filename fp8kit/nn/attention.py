@@ -116,7 +116,7 @@ class MultiheadAttention(Module):
           there.
         * ``checkpoint_core_attention``: what the core attention saves for backward is computed once more there, the same bits.
         * ``inference_params``: handed to the core attention; its ``rope_starts(batch)``, int32 (b,), are the positions at which
-          ``rotary_pos_emb`` starts.
+          ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), where the sequences of "thd" do if nothing else says so.
         * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys, which are turned by them.
         * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the other ``options`` of ``DotProductAttention.forward``: as there.
 
@@ -200,7 +200,7 @@ class MultiheadAttention(Module):
             raise Fp8kitError(expected(op, "rotary_pos_emb", f"{len(pair)} arrays", "one, or a pair for queries and keys"))
         heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         turn = {"q": (heads, dim, "freqs"), "k": (groups, dim, "freqs" if pair[0] is pair[1] else "k_freqs"), "v": (groups, dim, "")}
-        found = dict(layers)
+        found, inference_params = dict(layers), options.get("inference_params")
         for name, layer in layers.items():
             parts = _PARTS[name]
             if parts == "v":
@@ -210,13 +210,15 @@ class MultiheadAttention(Module):
             for part, freqs in zip("qk", pair, strict=True):
                 if part in parts:
                     inputs[turn[part][2]] = arrays.to(angles(op, "rotary_pos_emb", freqs), layer.device)
-            batch = layer.shape[core.qkv_format.index("b")] if core.qkv_format != "thd" else 0
             if core.qkv_format == "thd":
                 starts = sequence_starts(op, options, "q" if "q" in parts else "kv")
+                if starts is None and inference_params is not None:
+                    starts = as_tensor(op, "cu_seqlens_q", inference_params.cu_seqlens_q).view
                 if starts is not None:
-                    inputs["cu_seqlens"], batch = arrays.to(starts, layer.device), starts.size - 1
-            inference_params = options.get("inference_params")
+                    inputs["cu_seqlens"] = arrays.to(starts, layer.device)
             if inference_params is not None:
+                lengths = inputs.get("cu_seqlens")
+                batch = layer.shape[core.qkv_format.index("b")] if lengths is None else lengths.shape[0] - 1
                 first = as_tensor(op, "rope_starts", inference_params.rope_starts(batch)).view
                 inputs["start_positions"] = arrays.to(first, layer.device)
             spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)

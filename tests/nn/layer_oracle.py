@@ -78,7 +78,8 @@ class Branch:
 class Block(Branch):
     """MultiheadAttention of x R (s b, H) and, across, of ``source`` R (s' b, H). ``angles``: of queries and keys, (s, d / 2), or None."""
 
-    def __init__(self, module, p, prefix, mode, dtype, x, source=None, batch=2, kind="LayerNorm", angles=None, causal=True, qk="", eps=1e-6):
+    def __init__(self, module, p, prefix, mode, dtype, x, source=None, batch=2, kind="LayerNorm", angles=None, causal=True, qk="",
+                 eps=1e-6):
         core, first = module.core_attention, f"{prefix}{module._first}."
         self.enter(x, p, f"{first}layer_norm_", kind, dtype)
         self.h, self.g, self.d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
