@@ -24,6 +24,8 @@ from fp8kit.ops.dropout_add import dropout_add
 
 # what the attention across has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
+# whether a residual starts after a branch's norm -> its name among the branch's outputs, and how to ask for it
+_STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
 
 class TransformerLayer(Module):
@@ -143,16 +145,11 @@ class TransformerLayer(Module):
             return self._join(out["y"] + beside["y"], None, beside["residual"], own)
 
         post = self.apply_residual_connection_post_layernorm
-
-        def wanted(after: bool) -> tuple[str, dict[str, bool]]:
-            """Where a residual starts, and how to ask for it."""
-            return ("normed" if after else "residual"), {"residual": not after, "return_norm": after}
-
         bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
-        stream, ask = wanted(post and attention.input_layernorm)
+        stream, ask = _STREAMS[post and attention.input_layernorm]
         out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, **ask)
         a = self._join(out["y"], attention.proj_bias, out[stream], own)
-        stream, ask = wanted(post)
+        stream, ask = _STREAMS[post]
         if self.inter_attention is not None:
             across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
             across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,

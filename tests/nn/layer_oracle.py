@@ -109,7 +109,7 @@ class Block(Branch):
         self.shapes = {part: value.v.shape for part, value in found.items()}
         seen = np.ones((q.v.shape[0], k.v.shape[0]), bool)
         seen = np.tril(seen) if causal else seen
-        noise = 0.0 if dtype == "float32" else 2.0 ** -(8 if dtype == "bfloat16" else 11)
+        noise = 0.0 if dtype == "float32" else 2.0 ** -(8 if dtype == "bfloat16" else 10)
         share = self.h // self.g
         self.heads = {(b, i): Head(q[:, b, i], k[:, b, i // share], v[:, b, i // share], seen, self.d**-0.5, noise)
                       for b in range(batch) for i in range(self.h)}

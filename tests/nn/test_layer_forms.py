@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import fp8kit as fk
 from fp8kit import arrays, nn
-from fp8kit.autograd import tensor
+from fp8kit.autograd import apply, tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.ops.attention import Attention
+from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract.dropout import keep_factors
-from tests.nn.layer_oracle import Block, layer_step
+from tests.nn.layer_oracle import Block, Normed, layer_step
 from tests.nn.products import f64
 from tests.nn.running_error import R, assert_within
 from tests.nn.test_layers import draw, make, scope
@@ -205,8 +207,9 @@ def test_a_recomputed_core_has_the_same_bits(device, mode, options, monkeypatch)
         module = make(nn.TransformerLayer, device, "bfloat16", **LAYER | {"attention_dropout": 0.2, "hidden_dropout": 0.2}, **options)
         source = draw(3, (OTHER, B, H), "bfloat16") if "layer_type" in options else None
         calls.clear()
-        found.append(run(module, mode, draw(1, (S, B, H), "bfloat16"), draw(2, (S, B, H), "bfloat16"), source,
-                         checkpoint_core_attention=again))
+        with fk.deterministic(True):
+            found.append(run(module, mode, draw(1, (S, B, H), "bfloat16"), draw(2, (S, B, H), "bfloat16"), source,
+                             checkpoint_core_attention=again))
         assert len(calls) == (1 + again) * (1 + (source is not None))
     for a, b in zip(found[0][:3], found[1][:3], strict=True):
         if a is not None:
@@ -225,8 +228,8 @@ def test_what_attention_returns(device, cross):
     given = {"encoder_output": source} if cross else {}
     y, bias, normed = parts(x, **given)
     assert bias is parts.proj.bias
-    sizes = np.abs(f64(y)) + np.abs(f64(bias))
-    np.testing.assert_array_less(np.abs(f64(whole(x, **given)) - f64(y) - f64(bias)), 4 * 2.0**-24 * sizes + 1e-30)
+    want = f64(y) + f64(bias)
+    np.testing.assert_allclose(f64(whole(x, **given)), want, rtol=0, atol=16 * H * 2.0**-24 * np.abs(want).max())
     first = parts.layernorm_query if cross else parts.layernorm_qkv
     norm = nn.LayerNorm(H, device=device)
     norm.load_state_dict({kind: getattr(first, f"layer_norm_{kind}").numpy() for kind in ("weight", "bias")})
@@ -282,6 +285,60 @@ def test_positions_start_where_the_inference_says(device, options, monkeypatch):
     y = module(x, inference_params=cache, rotary_pos_emb=embedding(S + 3))
     assert seen == [cache]
     assert_same_bits("y", y.numpy(), module(x, rotary_pos_emb=embedding(S, offset=3)).numpy())
+
+
+def test_the_bias_of_the_scores_is_differentiable_through_a_layer(device):
+    """In both attentions of a decoder, recomputed or not."""
+    found = []
+    for again in (False, True):
+        layer = make(nn.TransformerLayer, device, "float32", layer_type="decoder", self_attn_mask_type="no_mask", **LAYER)
+        bias = tensor(draw(4, (1, HEADS, S, S), "float32"), requires_grad=True, device=device)
+        x, source = (tensor(draw(i, (S, B, H), "float32"), device=device) for i in (1, 2))
+        with fk.deterministic(True):
+            y = layer(x, encoder_output=source, core_attention_bias_type="post_scale_bias", core_attention_bias=bias,
+                      checkpoint_core_attention=again)
+            y.backward(draw(3, (S, B, H), "float32"))
+        found.append(bias.grad.numpy())
+    assert_same_bits("dbias", found[1], found[0])
+    sums = np.abs(f64(bias.grad).sum(-1)).max()  # a softmax does not see what a row shares
+    assert np.abs(found[0]).max() > 0
+    assert sums < 64 * S * 2.0**-24 * np.abs(found[0]).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_l2_normalization(device, dtype):
+    x, g = draw(1, (3, 5, 40), dtype), draw(2, (3, 5, 40), dtype)
+    a = tensor(x, requires_grad=True, device=device)
+    y = nn.L2Normalization(eps=0.5)(a)
+    y.backward(g)
+    want = Normed(exact(x), {}, "", "L2Normalization", 0.5, dtype, {})
+    np.testing.assert_allclose(want.y.v[0], x[0, 0] / np.sqrt((f64(tensor(x[0, 0], device="cpu")) ** 2).sum() + 0.5), rtol=2.0**-8)
+    assert_within("y", f64(y).reshape(-1, 40), want.y)
+    assert_within("dx", f64(a.grad).reshape(-1, 40), want.backward(exact(g)).rounded(dtype))
+
+
+def test_heads_that_nothing_was_made_of_have_no_gradient(device):
+    spec = SplitHeadsSpec((("q", 4), ("k", 2), ("v", 2)), 3, 2)
+    x = tensor(draw(1, (S, B, 24), "float32"), requires_grad=True, device=device)
+    parts = apply(split_heads, spec, {"x": x})
+    g = draw(2, parts["k"].shape, "float32")
+    parts["k"].backward(g)
+    want = np.zeros((S, B, 2, 4, 3), np.float32)
+    want[:, :, :, 2] = g
+    np.testing.assert_array_equal(x.grad.numpy().reshape(want.shape), want)
+    np.testing.assert_array_equal(parts["q"].numpy().reshape(S, B, 2, 2, 3), x.numpy().reshape(want.shape)[:, :, :, :2])
+
+
+def test_what_a_layer_hands_to_its_norms_and_its_mlp():
+    options = {"layer_type": "decoder", "output_layernorm": True, "qk_norm_type": "RMSNorm", "device": "cpu"}
+    layer = nn.TransformerLayer(H, 48, HEADS, zero_centered_gamma=True, **options)
+    values = {name: set(f64(parameter)) for name, parameter in layer.named_parameters() if name.endswith(("norm_weight", "norm.weight"))}
+    assert values == {name: {1.0} if "_norm.weight" in name else {0.0} for name in values}
+    assert len(values) == 7
+    for activation in ("gelu", "relu", "silu", "swiglu"):
+        mlp = nn.TransformerLayer(H, 48, HEADS, activation=activation, activation_params=None, device="cpu").layernorm_mlp
+        assert mlp.activation == activation
+        assert mlp.fc1_weight.shape == (96 if activation == "swiglu" else 48, H)
 
 
 FIRST = {False: ["query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias"], True: ["weight", "bias"]}
