@@ -159,14 +159,16 @@ def layout(x, form):
     return x if form == "bshd" else x.reshape(-1, *x.shape[2:])
 
 
-@pytest.mark.parametrize("options", [{"drop_path_rate": 0.5}, {"qk_norm_type": "RMSNorm", "num_gqa_groups": 2, "fuse_qkv_params": True}])
+@pytest.mark.parametrize("options", [{"drop_path_rate": 0.4}, {"qk_norm_type": "RMSNorm", "num_gqa_groups": 2, "fuse_qkv_params": True}])
 def test_formats_agree(device, options):
     """The same samples are dropped and the same rows computed wherever the batch's dimension lies."""
     x, g = draw(1, (S, B, H), "float32"), draw(2, (S, B, H), "float32", G)
     starts = (np.arange(B + 1) * S).astype(np.int32)
     found = {}
+    # in each branch, the first of two operations that draw, one sample of two is dropped
+    seed = next(s for s in range(100) if all(0 < keep_factors(np.array([s, i]), 0.4, (B,)).astype(bool).sum() < B for i in range(2)))
     for form in ("sbhd", "bshd", "thd"):
-        nn.manual_seed(8)  # of two samples, one is dropped in each branch
+        nn.manual_seed(seed)
         mask = "padding_causal" if form == "thd" else "causal"
         module = make(nn.TransformerLayer, device, "float32", attn_input_format=form, self_attn_mask_type=mask, **LAYER, **options)
         freqs = nn.RotaryPositionEmbedding(H // HEADS, device=device)(S)
