@@ -151,6 +151,7 @@ class MultiheadAttention(Module):
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "an array") if cross else ("an array", "None")
             raise Fp8kitError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
+        source = as_tensor(op, "encoder_output", encoder_output) if cross else None
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:
             out = first.branch(x, is_first_microbatch, first.bias_mode, residual, return_norm)
@@ -158,8 +159,7 @@ class MultiheadAttention(Module):
         else:
             y = first.branch(x, is_first_microbatch, first.bias_mode)
         layers: dict[str, Tensor] = {"query_layer" if cross else "qkv_layer": y}
-        if self.key_value is not None:
-            source = as_tensor(op, "encoder_output", encoder_output)
+        if self.key_value is not None and source is not None:
             layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
         if self._apart:
             layers = self._split(layers)

@@ -131,10 +131,11 @@ class TransformerLayer(Module):
         op = "TransformerLayer"
         known_options(op, options)
         x = as_tensor(op, "hidden_states", hidden_states)
-        if self.inter_attention is None:
-            for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):
-                if value is not None:
-                    raise Fp8kitError(expected(op, name, "an array", "None with layer_type 'encoder'"))
+        if self.inter_attention is not None and encoder_output is None:
+            raise Fp8kitError(expected(op, "encoder_output", None, "an array with layer_type 'decoder'"))
+        for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):
+            if self.inter_attention is None and value is not None:
+                raise Fp8kitError(expected(op, name, "an array", "None with layer_type 'encoder'"))
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp

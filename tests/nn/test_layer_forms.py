@@ -408,7 +408,7 @@ def layer(**options):
         (lambda: layer(qk_norm_type="rms"), ["qk_norm_type", "RMSNorm"]),
         (lambda: layer(seq_length=0), ["seq_length", "0"]),
         (lambda: layer()(X, encoder_output=X), ["encoder_output", "encoder"]),
-        (lambda: layer(layer_type="decoder")(X), ["encoder_output", "cross"]),
+        (lambda: layer(layer_type="decoder")(X), ["TransformerLayer: encoder_output", "decoder"]),
         (lambda: nn.MultiheadAttention(H, HEADS, device="cpu", return_layernorm_output=True),
          ["return_layernorm_output", "input_layernorm"]),
         (lambda: nn.L2Normalization()(np.float32(1)), ["inp"]),
