@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType, Format
 
 Layout = Literal["nt", "nn", "tn"]
-Normalization = Literal["LayerNorm", "RMSNorm"]
+Normalization = Literal["LayerNorm", "RMSNorm", "L2Normalization"]
+NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 
 
 class Cast:
@@ -293,7 +294,7 @@ class Kernels(Protocol):
     def norm_fwd(
         self,
         x: ArrayView,
-        weight: ArrayView,
+        weight: ArrayView | None,
         bias: ArrayView | None,
         y: ArrayView | None,
         mean: ArrayView | None,
@@ -308,18 +309,21 @@ class Kernels(Protocol):
         """y = (x - mean) * rstd * g + bias per row (LayerNorm, Ba et al. 2016), or x * rstd * g (RMSNorm, Zhang & Sennrich 2019;
         mean and bias None); g = weight, or 1 + weight with zero_centered_gamma. x, y: h (M, N); weight, bias: h (N,); mean, rstd:
         float32 (M,), written, rstd = 1 / sqrt(var + epsilon). y, cast or both are given. amax: float32[1] or None, max-accumulated with
-        max|y| (current scaling; with ``cast`` its own amax is used and this is None)."""
+        max|y| (current scaling; with ``cast`` its own amax is used and this is None).
+
+        L2Normalization: y = x / sqrt(sum of x^2 + epsilon), which is RMSNorm with epsilon / N for epsilon (so is rstd) and g = 1 / sqrt(N)
+        throughout; weight, bias and mean None."""
 
     def norm_bwd(
         self,
         dy: ArrayView,
         x: ArrayView,
-        weight: ArrayView,
+        weight: ArrayView | None,
         mean: ArrayView | None,
         rstd: ArrayView,
         residual: ArrayView | None,
         dx: ArrayView,
-        dweight: ArrayView,
+        dweight: ArrayView | None,
         dbias: ArrayView | None,
         normalization: Normalization,
         zero_centered_gamma: bool,
@@ -327,7 +331,7 @@ class Kernels(Protocol):
         stream: int,
     ) -> None:
         """Gradients of ``norm_fwd``. residual: h (M, N) or None, added to dx before rounding (a residual stream's fan-in); dx may be the
-        same memory as dy or residual. dweight, dbias: h (N,), summed over rows in a fixed order."""
+        same memory as dy or residual. dweight, dbias: h (N,), summed over rows in a fixed order; None where there is no such parameter."""
 
     def norm_bwd_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``norm_bwd``'s workspace."""
@@ -386,6 +390,23 @@ class Kernels(Protocol):
 
     def column_sum_workspace(self, rows: int, columns: int) -> int:
         """Bytes of workspace of the column sums in ``dropout_bwd``."""
+
+    def drop_path(
+        self,
+        x: ArrayView,
+        residual: ArrayView | None,
+        y: ArrayView,
+        starts: ArrayView | None,
+        inner: int,
+        count: int,
+        p: float,
+        rng: ArrayView,
+        stream: int,
+    ) -> None:
+        """y = residual + x * factor of the row's sample: stochastic depth (Huang et al. 2016), and its gradient. x, residual, y: h (M, N);
+        y may be x's memory. ``count`` samples; row i belongs to (i // inner) % count, or, with starts int32 (count + 1,), to the last
+        sample s with starts[s] <= i. Factor: 0 where word s of the stream is below int(p * 2^32), else float32(1 / (1 - p)); what is
+        dropped is 0 whatever it was. p in (0, 1)."""
 
     # --- attention ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "norm": ("norm_fwd", "norm_bwd", "norm_bwd_workspace"),
     "activation": ("act_fwd", "act_bwd", "act_bwd_workspace"),
     "dropout": ("dropout_add", "dropout_bwd"),
+    "drop_path": ("drop_path",),
     "attention": ("attention_fwd", "attention_bwd", "attention_workspace"),
     "sequences": ("unpack_sequences", "pack_sequences"),
     "rope": ("rope_fwd", "rope_bwd"),
