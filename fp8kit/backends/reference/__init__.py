@@ -18,6 +18,7 @@ from fp8kit.backends.reference import (
     elementwise,
     embedding,
     gemm,
+    kv_cache,
     norm,
     optim,
     quantize,
@@ -28,7 +29,8 @@ from fp8kit.backends.reference import (
 from fp8kit.backends.registry import Kind, OpImpl, OpRegistry
 
 _ROOMS = (
-    scales, quantize, gemm, block, norm, activation, dropout, attention, sequences, rope, embedding, cross_entropy, optim, elementwise,
+    scales, quantize, gemm, block, norm, activation, dropout, attention, sequences, kv_cache, rope, embedding,
+    cross_entropy, optim, elementwise,
 )  # fmt: skip
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
