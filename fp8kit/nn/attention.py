@@ -22,7 +22,7 @@ from fp8kit.ops.rope import rope
 CORE_OPTIONS = (
     "attention_mask", "attn_mask_type", "window_size", "bottom_right_diagonal", "core_attention_bias_type", "core_attention_bias",
     "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv",
-    "fast_zero_fill", "pad_between_seqs",
+    "fast_zero_fill", "pad_between_seqs", "inference_params",
 )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ class MultiheadAttention(Module):
             raise Fp8kitError(expected(op, "rotary_pos_emb", f"{len(pair)} arrays", "one, or a pair for queries and keys"))
         heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         turn = {"q": (heads, dim, "freqs"), "k": (groups, dim, "freqs" if pair[0] is pair[1] else "k_freqs"), "v": (groups, dim, "")}
-        found = {}
+        found, params = {}, options.get("inference_params")
         for name, layer in layers.items():
             parts = {"query_layer": "q", "kv_layer": "kv", "qkv_layer": "qkv"}[name]
             segments = tuple(turn[part] for part in parts)
@@ -167,8 +167,12 @@ class MultiheadAttention(Module):
                 side = "kv" if name == "kv_layer" else "q"
                 starts = options.get(f"cu_seqlens_{side}_padded")
                 starts = options.get(f"cu_seqlens_{side}") if starts is None else starts
+                starts = params.cu_seqlens_q if starts is None and params is not None else starts
                 if starts is not None:
                     inputs["cu_seqlens"] = arrays.to(as_tensor(op, f"cu_seqlens_{side}", starts).view, layer.device)
+            if params is not None:
+                batch = params.batch_size if core.qkv_format == "thd" else layer.shape[core.qkv_format.index("b")]
+                inputs["start_positions"] = params.rope_starts(batch)
             spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved)
             found[name] = apply(rope, spec, inputs)["y"]
         return found

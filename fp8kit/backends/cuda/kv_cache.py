@@ -17,8 +17,9 @@ def cache_append_(x: ArrayView, cache: ArrayView, pages: ArrayView, fresh: Array
         token, batch, head = x.strides[0], 0, x.strides[1]
         grid = (x.shape[0], 1)
     else:
-        first, second, head, _ = x.strides
-        (token, batch), grid = ((first, second), x.shape[:2]) if qkv_format == "sbhd" else ((second, first), (x.shape[1], x.shape[0]))
+        s, b = (0, 1) if qkv_format == "sbhd" else (1, 0)
+        token, batch, head = x.strides[s], x.strides[b], x.strides[2]
+        grid = (x.shape[s], x.shape[b])
     kernel, word = _moving("cache_append", x, cache, (dim, token, batch, head))
     steps = [n * x.dtype.itemsize // word for n in (dim, token, batch, head)]
     args = (
