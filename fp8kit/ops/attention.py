@@ -190,6 +190,7 @@ def unpacked(plan: Plan, views: Views, view: ArrayView | None, name: str, scratc
 
 
 def meta_of(metas: Metas, name: str) -> Meta:
+    """The input's meta; ShapeError where there is none."""
     meta = metas.get(name)
     if meta is None:
         raise ShapeError(expected("attention", name, None, "an array"))
@@ -202,6 +203,7 @@ def _leading(spec: AttentionSpec, shape: Shape) -> Shape:
 
 
 def lse_shape(dense: Dense) -> Shape:
+    """(b, h, s_q)."""
     form, q = dense.spec.qkv_format, dense.parts["q"].shape
     return batch_of(form, q), dense.spec.num_heads, length_of(form, q)
 
