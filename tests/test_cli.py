@@ -26,7 +26,7 @@ def test_info_names_every_engine_and_attention(capsys):
 
 def rows_of(printed):
     """title -> {name: rest of the row} of what info prints."""
-    found = {}
+    rows, found = {}, {}
     for line in printed.splitlines():
         if line.startswith("  "):
             name, _, rest = line.strip().partition("  ")
