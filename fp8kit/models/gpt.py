@@ -104,27 +104,29 @@ def generate(model: GPT, prompt: bytes, count: int, recipe: Recipe | None = None
     generator = np.random.Generator(np.random.Philox(seed))
     text = bytearray(prompt)
     cache = nn.InferenceParams(1, model.context, device=model.device)
-    for _ in range(count):
+    for index in range(count):
+        forward = _cached if use_cache and len(text) <= model.context else _whole
         with no_grad(), autocast(enabled=recipe is not None, recipe=recipe):
-            logits = _cached(model, text, cache) if use_cache and len(text) <= model.context else _whole(model, text)
+            logits = forward(model, text, cache, index == 0)  # the weights are cast once
         scores = logits.astype(np.float64) / temperature
         weights = np.exp(scores - scores.max())
         text.append(int(generator.choice(VOCABULARY, p=weights / weights.sum())))
+    model.apply(lambda module: module.forget())
     return bytes(text[len(prompt) :])
 
 
-def _cached(model: GPT, text: bytearray, cache: nn.InferenceParams) -> np.ndarray[Any, Any]:
+def _cached(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool) -> np.ndarray[Any, Any]:
     """Logits of the byte after ``text``, (256,): its bytes that are not in the cache yet go through the model."""
     new = text[cache.sequences.get("text", 0) :]
     cache.pre_step({"text": len(new)})
     ids = np.frombuffer(bytes(new), np.uint8).astype(np.int64)[None]
-    return np.asarray(model(tensor(ids, device=model.device), inference_params=cache).numpy()[0, -1])
+    return np.asarray(model(tensor(ids, device=model.device), first, cache).numpy()[0, -1])
 
 
-def _whole(model: GPT, text: bytearray) -> np.ndarray[Any, Any]:
-    """The same from one forward of the last ``context`` bytes. The window always has that length, zeros after its end, which causal
-    attention never sees: so there is one plan for all."""
+def _whole(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool) -> np.ndarray[Any, Any]:
+    """The same from one forward of the last ``context`` bytes, without ``cache``. The window always has that length, zeros after its end,
+    which causal attention never sees: so there is one plan for all."""
     recent = text[-model.context :]
     window = np.zeros((1, model.context), np.int64)
     window[0, : len(recent)] = np.frombuffer(bytes(recent), np.uint8)
-    return np.asarray(model(tensor(window, device=model.device)).numpy()[0, len(recent) - 1])
+    return np.asarray(model(tensor(window, device=model.device), first).numpy()[0, len(recent) - 1])

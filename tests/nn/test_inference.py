@@ -200,6 +200,63 @@ def test_a_layer_step_by_step_is_one_forward(device, form, rotary, recipe):
         assert_same_bits(name, view.numpy(), before[name])
 
 
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_layouts_give_the_same_bits(device, form):
+    """Packed layers, with gaps between the sequences of "thd", are the layers apart."""
+    counts = {"a": 5, "b": 2}
+    q, k, v = ([draw(10 * b + i, (n, HEADS, D), "bfloat16") for b, n in enumerate(counts.values())] for i in range(3))
+
+    def input_of(*parts):
+        rows = [np.concatenate(part, -1) for part in zip(*parts, strict=True)]
+        if form != "thd":
+            return {}, place(form, rows, 1)
+        gap = np.full((3, *rows[0].shape[1:]), np.nan).astype(rows[0].dtype)
+        return {"cu_seqlens_q_padded": np.array([0, 8, 13], np.int32)}, np.concatenate([rows[0], gap, rows[1], gap])
+
+    def flat(parts):
+        return [row.reshape(len(row), -1) for row in parts]
+
+    found = []
+    for names in (("query_layer", "key_layer", "value_layer"), ("query_layer", "kv_layer"), ("qkv_layer",), ("interleaved",)):
+        core = nn.DotProductAttention(HEADS, D, qkv_format=form, layer_number=1)
+        cache = params(form, device)
+        cache.pre_step(counts)
+        pieces = {"query_layer": (flat(q),), "key_layer": (flat(k),), "value_layer": (flat(v),), "kv_layer": (flat(k), flat(v)),
+                  "qkv_layer": (flat(q), flat(k), flat(v)), "interleaved": (q, k, v)}
+        layers = {}
+        for name in names:
+            lengths, x = input_of(*pieces[name])
+            layers[name.replace("interleaved", "qkv_layer")] = tensor(x.reshape(*x.shape[: len(form) - 2], -1), device=device)
+        dim = -2 if names == ("interleaved",) else -3
+        o = core(**layers, **lengths, qkv_interleave_dim=dim, inference_params=cache).numpy()
+        found.append((o, *[x.numpy() for x in cache.convert_paged_to_nonpaged(1)]))
+    assert found[0][0].any()
+    for others in found[1:]:
+        for what, got, want in zip(("o", "k", "v"), others, found[0], strict=True):
+            if what == "o" and device != "cpu":  # other strides, other products
+                assert_close(what, got, want.astype(np.float64), "bfloat16", 64 * D * U)
+            else:
+                assert_same_bits(what, got, want)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_sequence_sees_nothing_of_others(device, paged):
+    """Not of its neighbour in the batch, nor of who had its room before."""
+    core = nn.DotProductAttention(HEADS, D, qkv_format="bshd", layer_number=1)
+    x = draw(1, (2, 4, HEADS, D), "float32")
+    found = []
+    for stranger in (np.nan, 0.5):
+        cache = params("bshd", device, paged)
+        cache.pre_step({"old": MOST})
+        core(*[tensor(np.full((1, MOST, HEADS, D), stranger, np.float32), device=device)] * 3, inference_params=cache)
+        cache.pre_step({"a": 4, "b": 4})
+        other = x.copy()
+        other[1] = stranger
+        found.append(core(*[tensor(other, device=device)] * 3, inference_params=cache).numpy())
+    assert np.isfinite(found[0][0]).all()
+    assert_same_bits("a", found[0][0], found[1][0])
+
+
 def test_the_cache_holds_what_was_given(device):
     cache = params("bshd", device, paged=True, num_heads_kv=GROUPS, head_dim_k=D, dtype="bfloat16")
     cache.allocate_memory(3)
