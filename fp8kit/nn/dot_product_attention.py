@@ -60,7 +60,7 @@ class DotProductAttention(Module):
       ``bottom_right_diagonal``: see ``ops.attention_spec.AttentionSpec``.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) joins the denominator; "learnable":
       exp(softmax_offset[h]) does, a float32 parameter (h,) that starts at 0. ``device``: where that lies.
-    * ``layer_number``, ``name``: kept, for the user.
+    * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
 
     ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit.nn.later``).
     """
