@@ -9,7 +9,7 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.nn.dot_product_attention import DotProductAttention, one_of
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.linear import Linear
@@ -209,7 +209,11 @@ class MultiheadAttention(Module):
             inputs: dict[str, Tensor | ArrayView | None] = {"x": layer}
             for part, freqs in zip("qk", pair, strict=True):
                 if part in parts:
-                    inputs[turn[part][2]] = arrays.to(angles(op, "rotary_pos_emb", freqs), layer.device)
+                    turns = angles(op, "rotary_pos_emb", freqs)
+                    if inference_params is not None and turns.shape[0] < inference_params.max_seqlen_kv:
+                        wanted = f"at least the {inference_params.max_seqlen_kv} of the longest sequence in the cache"
+                        raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
+                    inputs[turn[part][2]] = arrays.to(turns, layer.device)
             if core.qkv_format == "thd":
                 starts = sequence_starts(op, options, "q" if "q" in parts else "kv")
                 if starts is None and inference_params is not None:

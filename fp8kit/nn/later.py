@@ -33,7 +33,7 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_CALL: dict[str, Any] = {"checkpoint_core_attention": False, "inference_params": None}
+_CALL: dict[str, Any] = {"checkpoint_core_attention": False}
 FORWARD: dict[str, dict[str, Any]] = {
     "DotProductAttention": _CALL | {
         "fp8_output": False, "bf16_backward": False, "num_splits": 1, "score_mod": None, "score_mod_bprop": None,

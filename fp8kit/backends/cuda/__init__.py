@@ -26,6 +26,7 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "drop_path": ("drop_path",),
     "attention": ("attention_fwd", "attention_bwd", "attention_workspace"),
     "sequences": ("unpack_sequences", "pack_sequences"),
+    "kv_cache": ("cache_append_", "cache_gather"),
     "rope": ("rope_fwd", "rope_bwd"),
     "embedding": ("embedding_fwd", "embedding_bwd"),
     "cross_entropy": ("cross_entropy_fwd", "cross_entropy_bwd"),

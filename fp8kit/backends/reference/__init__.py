@@ -19,6 +19,7 @@ from fp8kit.backends.reference import (
     elementwise,
     embedding,
     gemm,
+    kv_cache,
     norm,
     optim,
     quantize,
@@ -29,8 +30,8 @@ from fp8kit.backends.reference import (
 from fp8kit.backends.registry import Kind, OpImpl, OpRegistry
 
 _ROOMS = (
-    scales, quantize, gemm, block, norm, activation, dropout, drop_path, attention, sequences, rope, embedding, cross_entropy, optim,
-    elementwise,
+    scales, quantize, gemm, block, norm, activation, dropout, drop_path, attention, sequences, kv_cache, rope, embedding, cross_entropy,
+    optim, elementwise,
 )  # fmt: skip
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
