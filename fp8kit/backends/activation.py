@@ -15,7 +15,8 @@ swiglu          silu(u) v
 clamped_swiglu  c sigma(alpha c) (d + glu_linear_offset), c = min(u, limit), d = v held in [-limit, limit] (OpenAI's gpt-oss)
 ==============  =============================================================================================================
 
-Names, parameters and defaults are Transformer Engine's. A clamped input beyond its limit has the gradient 0, at the limit that of the inside.
+Names, parameters and defaults are Transformer Engine's. Beyond its limit a clamped input has the gradient 0, at the limit that of the
+inside.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ class Kernels(Protocol):
         params: tuple[float, ...],
         stream: int,
     ) -> None:
-        """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) for a gated activation; y: h (M, F);
+        """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) where it is gated; y: h (M, F);
         bias: h, x's columns. params: the activation's numbers in the order of its row, empty where it has none. y, cast, amax as in
         ``norm_fwd``."""
 
