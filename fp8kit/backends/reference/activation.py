@@ -105,15 +105,14 @@ def _ramp_forward(u: Float32, y: Float32, squared: bool) -> None:
 
 
 def _ramp_backward(dy: Float32, u: Float32, dx: Float32, squared: bool) -> None:
-    """dx = dy, or 2 u dy, where u > 0, else 0; with a second half v of u: times v, and dy times the value for v."""
+    """dx = dy where u > 0, else 0, or dy 2 max(u, 0); with a second half v of u: times v, and dy times the value for v."""
     n = dy.shape[1]
-    gate = u[:, :n]
-    slope = dy * (gate + gate) if squared else dy
+    gate, first = u[:, :n], dx[:, :n]
+    value = np.maximum(gate, _ZERO) if squared or u.shape[1] != n else gate
+    np.multiply(dy, value + value if squared else gate > 0, out=first)
     if u.shape[1] != n:
-        value = np.maximum(gate, _ZERO)
+        np.multiply(first, u[:, n:], out=first)
         np.multiply(dy, value * value if squared else value, out=dx[:, n:])
-        slope = slope * u[:, n:]
-    dx[:, :n] = np.where(gate > 0, slope, _ZERO)
 
 
 @njit(parallel=True, fastmath={"contract"})
