@@ -346,10 +346,12 @@ class Kernels(Protocol):
         amax: ArrayView | None,
         cast: Cast | None,
         activation: str,
+        params: tuple[float, ...],
         stream: int,
     ) -> None:
-        """y = activation(x + bias). "gelu" (tanh form, Hendrycks & Gimpel 2016), "relu", "silu": x (M, F); "swiglu": x (M, 2F), y =
-        silu(first half) * second half. x, y: h; bias: h, x's columns. y, cast, amax as in ``norm_fwd``."""
+        """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) where it is gated; y: h (M, F);
+        bias: h, x's columns. params: the activation's numbers in the order of its row, empty where it has none. y, cast, amax as in
+        ``norm_fwd``."""
 
     def act_bwd(
         self,
@@ -361,6 +363,7 @@ class Kernels(Protocol):
         amax: ArrayView | None,
         cast: Cast | None,
         activation: str,
+        params: tuple[float, ...],
         workspace: ArrayView | None,
         stream: int,
     ) -> None:

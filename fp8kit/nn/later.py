@@ -21,7 +21,7 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "LayerNorm": {"sequence_parallel": None},
     "RMSNorm": {"sequence_parallel": None},
     "LayerNormLinear": _WEIGHT | {"parallel_mode": None, "return_layernorm_output_gathered": False},
-    "LayerNormMLP": _WEIGHT | _SIZES | {"return_layernorm_output_gathered": False, "activation_params": None},
+    "LayerNormMLP": _WEIGHT | _SIZES | {"return_layernorm_output_gathered": False},
     "DotProductAttention": _GROUP | {
         "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None,
         "cp_comm_type": "p2p",

@@ -267,6 +267,7 @@ class Cache:
 
     def __init__(self, starts):
         self.starts = np.array(starts, np.int32)
+        self.max_seqlen_kv = S + max(starts)
 
     def rope_starts(self, batch):
         assert batch == len(self.starts)

@@ -264,7 +264,7 @@ def test_padding_masks_reach_the_layer(device):
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu", layer_type="both"), ["layer_type", "decoder"]),
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu", hidden_dropout=1.0), ["hidden_dropout", "1.0"]),
         (lambda: nn.TransformerLayer(32, 64, 4, device="cpu")(np.ones((2, 1, 32), np.float32), attention_mask=1), ["attention_mask"]),
-        (lambda: nn.LayerNormMLP(32, 64, activation="geglu", device="cpu"), ["activation", "geglu", "yet"]),
+        (lambda: nn.LayerNormMLP(32, 64, activation="mish", device="cpu"), ["activation", "mish", "clamped_swiglu"]),
         (lambda: nn.Linear(32, 0, device="cpu"), ["out_features", "0"]),
         (lambda: nn.Linear(32, 30, parameters_split=("a", "b", "c", "d"), device="cpu"), ["parameters_split", "30"]),
     ],

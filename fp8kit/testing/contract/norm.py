@@ -96,7 +96,7 @@ def _fwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
 
 
 def _fwd_cast(dtype: DType, norm: Normalization, shape: tuple[int, int], fmt: Format, pad: tuple[int, int], transposed: bool,
-              keep_y: bool) -> Callable[[Kernels, Device], None]:
+              keep_y: bool, centred: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, _ = shape
         x, weight, bias = _inputs(dtype, shape, 0.3)
@@ -105,7 +105,7 @@ def _fwd_cast(dtype: DType, norm: Normalization, shape: tuple[int, int], fmt: Fo
         def call(y: ArrayView | None, cast: Cast | None) -> None:
             kernels.norm_fwd(put(x, device), put(weight, device), put(bias, device) if layer else None, y,
                              poisoned((m,), float32, device) if layer else None, poisoned((m,), float32, device), None, cast, norm, EPSILON,
-                             False, 0)
+                             centred, 0)
 
         plain = poisoned(shape, dtype, device)
         call(plain, None)
@@ -169,6 +169,8 @@ def _repeatable(kernels: Kernels, device: Device) -> None:
         assert_same_bits("dweight", other, results[0])
 
 
+WIDE = (2053, 9001)  # rows of thousands, no multiple of anything
+
 CASES = [
     *table("norm_fwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _fwd(d, k, s) for d in HIGH_PRECISION for k in ALL for s in SIZES}),
     *table("norm_fwd", {f"{d.name}-{k}-zero_centered": _fwd(d, k, (9, 48), True) for d in HIGH_PRECISION for k in NORMS}),
@@ -182,9 +184,13 @@ CASES = [
                         for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_fwd", {f"{d.name}-{k}-cast-rowwise": _fwd_cast(d, k, (70, 80), E4M3, (10, 0), False, False)
                         for d in HIGH_PRECISION for k in NORMS}),
+    *table("norm_fwd", {f"{d.name}-{k}-cast-zero_centered": _fwd_cast(d, k, (33, 40), E4M3, (15, 8), True, True, True)
+                        for d in HIGH_PRECISION for k in NORMS}),
+    *table("norm_fwd", {f"{d.name}-{k}-3x{n}": _fwd(d, k, (3, n), True) for d in HIGH_PRECISION for k in NORMS for n in WIDE}),
     *table("norm_bwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _bwd(d, k, s) for d in HIGH_PRECISION for k in ALL for s in SIZES}),
     *table("norm_bwd", {f"{d.name}-{k}-residual-zero_centered": _bwd(d, k, (70, 48), True, True) for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_bwd", {f"{d.name}-{k}-dx-is-{a}": _bwd(d, k, (17, 40), residual=True, alias=a) for d in HIGH_PRECISION for k in ALL
                         for a in ("dy", "residual")}),
+    *table("norm_bwd", {f"{d.name}-{k}-3x{n}": _bwd(d, k, (3, n), True, True) for d in HIGH_PRECISION for k in NORMS for n in WIDE}),
     *table("norm_bwd", {"repeatable": _repeatable}),
 ]
