@@ -80,10 +80,13 @@ class R:
         return R(out, slope * self.e + roundings * U * (np.abs(out) + np.abs(self.v)))
 
     def rounded(self, dtype):
-        """Stored in ``dtype``: exact where the bound leaves no doubt."""
+        """Stored in ``dtype``: exact where the bound leaves no doubt. A bound may reach beyond float16's range where no value does."""
+        wide = self.e + epsilon(dtype) * (np.abs(self.v) + self.e) + (2.0**-25 if dtype == "float16" else 2.0**-149)
         if dtype == "float32":
-            return R(self.v, self.e + epsilon(dtype) * (np.abs(self.v) + self.e) + 2.0**-149)
-        return self.monotone(lambda v: v.astype(np.float32).astype(formats.dtype(dtype).numpy).astype(np.float64))
+            return R(self.v, wide)
+        with np.errstate(over="ignore"):
+            stored = self.monotone(lambda v: v.astype(np.float32).astype(formats.dtype(dtype).numpy).astype(np.float64))
+        return R(stored.v, np.where(np.isfinite(stored.e), stored.e, wide))
 
     def rsqrt(self):
         out = 1 / np.sqrt(self.v)
