@@ -82,6 +82,13 @@ class ArrayView:
         )
 
     @property
+    def writable(self) -> bool:
+        """Whether the memory may be written: False over a read-only NumPy array and over what DLPack says is read-only."""
+        if isinstance(self.owner, np.ndarray):
+            return bool(self.owner.flags.writeable)
+        return not (isinstance(self.owner, dlpack.Borrowed | _Fixed) and self.owner.read_only)
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
@@ -139,7 +146,10 @@ class ArrayView:
         return ArrayView(self.ptr, self.shape, dtype, self.device, self.owner, self._strides)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array as NumPy: the same memory on the CPU, a copy from any other device."""
+        """The array as NumPy: the same memory on the CPU, read-only where that is; a copy from any other device.
+
+        What is written through it no count of changes sees (``Tensor.version``): backward would use the new values without a word.
+        """
         if self.device.kind != "cpu":
             host = empty(self.shape, self.dtype, CPU)
             copy(host, self if self.contiguous else contiguous(self))
@@ -148,7 +158,9 @@ class ArrayView:
             own = self.owner
             if own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy and self.contiguous:
                 return own
-        return dlpack.array_at(self.ptr, self.shape, self.strides, self.dtype.numpy, self.owner)
+        array = dlpack.array_at(self.ptr, self.shape, self.strides, self.dtype.numpy, self.owner)
+        array.flags.writeable = self.writable
+        return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.device.kind != "cpu":
@@ -180,7 +192,7 @@ class ArrayView:
         if self.device.kind != "cuda":
             raise AttributeError("__cuda_array_interface__: the array is not on a CUDA device")
         return {
-            "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.ptr, False), "version": 3,
+            "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.ptr, not self.writable), "version": 3,
             "strides": None if self._strides is None else tuple(s * self.dtype.itemsize for s in self._strides),
             "stream": current_stream(self.device) or 1,
         }
@@ -311,16 +323,26 @@ def zeros(shape: Shape, dtype: DType, where: Device) -> ArrayView:
 
 
 def zero_(view: ArrayView) -> None:
-    """Write zeros over a C-contiguous view, in stream order."""
+    """Write zeros over a C-contiguous view, in stream order. ShapeError for a strided one, FormatError for read-only memory."""
+    if not view.contiguous:
+        raise ShapeError(expected("zero_", "view", f"strides {view.strides}", "C-contiguous"))
+    _want_writable("zero_", "view", view)
     provider(view.device).fill_zero(view, current_stream(view.device))
 
 
 def copy(dst: ArrayView, src: ArrayView) -> None:
-    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order."""
+    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order. ShapeError for others,
+    FormatError for a ``dst`` in read-only memory."""
     if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
         raise ShapeError(expected("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}"))
+    _want_writable("copy", "dst", dst)
     where = src.device if src.device.kind != "cpu" else dst.device
     provider(where).copy(dst, src, current_stream(where))
+
+
+def _want_writable(operation: str, argument: str, view: ArrayView) -> None:
+    if not view.writable:
+        raise FormatError(expected(operation, argument, "read-only memory", "memory that may be written"))
 
 
 def _duplicate(view: ArrayView) -> ArrayView:
@@ -375,13 +397,24 @@ def as_view(array: Any) -> ArrayView:
     raise FormatError(expected("as_view", "array", type(array).__name__, "NumPy, CuPy, __dlpack__ or __cuda_array_interface__"))
 
 
+class _Fixed:
+    """Keeps an array alive whose ``__cuda_array_interface__`` says that it is read-only."""
+
+    __slots__ = ("array",)
+    read_only = True
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
 def _from_cuda_interface(array: Any) -> ArrayView:
     interface = array.__cuda_array_interface__
     kind = formats.dtype(np.dtype(array.dtype) if hasattr(array, "dtype") else interface["typestr"])
     strides = interface.get("strides")
     index = array.device.id if hasattr(getattr(array, "device", None), "id") else 0
+    ptr, read_only = interface["data"]
     return ArrayView(
-        interface["data"][0], tuple(interface["shape"]), kind, Device("cuda", index), array,
+        ptr, tuple(interface["shape"]), kind, Device("cuda", index), _Fixed(array) if read_only else array,
         None if strides is None else tuple(s // kind.itemsize for s in strides),
     )
 

@@ -97,7 +97,7 @@ class _Strict:
         for name in names:
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise self._refuse(name, f"a {kind.__name__}")
+                raise self._refuse(name, {bool: "a bool", int: "an int"}.get(kind, f"an instance of {kind.__name__}"))
 
     def _not_yet(self, **only: object) -> None:
         """Refuse fields that have another value than the only one that is carried out so far."""

@@ -182,7 +182,7 @@ def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: boo
             faults.append(f"{name}: got {view.dtype.name} {view.shape}, expected {target.dtype.name} {target.shape}")
         if not target.contiguous:
             faults.append(f"{name}: loads into an array of strides {target.strides}, expected a C-contiguous one")
-        if isinstance(target.owner, np.ndarray) and not target.owner.flags.writeable:
+        if not target.writable:
             faults.append(f"{name}: loads into a read-only array, expected a writable one")
         found[name] = view
     if faults:

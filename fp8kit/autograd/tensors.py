@@ -82,11 +82,15 @@ class Tensor:
 
     @property
     def data(self) -> Any:
-        """The array in its device's library (NumPy or CuPy), sharing memory."""
+        """The array in its device's library (NumPy or CuPy), sharing memory.
+
+        What is written through it no count sees: in-place detection (``copy_``, ``add_``, ``zero_``, optimisers, loading) is told by the
+        tensor, and backward would use values written here without a word. The same holds for ``numpy()`` and for DLPack's consumers.
+        """
         return arrays.provider(self.view.device).native(self.view)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array on the host: the same memory on the CPU, a copy from a GPU."""
+        """The array on the host: the same memory on the CPU, a copy from a GPU. What is written through it no count sees; see ``data``."""
         return self.view.numpy()
 
     def item(self) -> float:
@@ -115,8 +119,10 @@ class Tensor:
         """Take the values of an array of the same shape and any floating dtype (or the same one), in place. Returns the tensor.
 
         AutogradError while recording, if this or ``source`` requires a gradient: changes in place have none; use ``no_grad``. ShapeError
-        or FormatError where the values do not fit.
+        or FormatError where the values do not fit, FormatError where the tensor's memory is read-only.
         """
+        if not self.view.writable:
+            raise FormatError(expected("copy_", "tensor", "read-only memory", "memory that may be written"))
         view = source.view if isinstance(source, Tensor) else arrays.as_view(source)
         if tape.is_grad_enabled() and (self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)):
             raise AutogradError("copy_: a change in place is not recorded, and a gradient is required here; use no_grad()")
@@ -295,15 +301,23 @@ def fresh(view: ArrayView) -> ArrayView:
     return own
 
 
-def unchanged(operation: str, argument: str, value: Tensor) -> Callable[[], None]:
-    """A function that raises AutogradError when ``value`` was changed in place since now."""
+def name_in(owner: object, name: str, value: Any) -> str:
+    """The user's name of an operation's input: the owner's attribute that holds it. A module's ``x`` is its argument ``inp``."""
+    if owner is None:
+        return name
+    own = next((attribute for attribute, held in vars(owner).items() if held is value), None)
+    return own if own is not None else "inp" if name == "x" else name
+
+
+def unchanged(operation: str, argument: str, value: Tensor, owner: object = None) -> Callable[[], None]:
+    """A function that raises AutogradError when ``value`` was changed in place since now; ``owner`` as in ``name_in``."""
     version = value.version()
     then = version.count
 
     def check() -> None:
         if version.count != then:
             raise AutogradError(
-                f"{operation}: {argument}: got a value changed in place since the forward pass (version {version.count}), "
+                f"{operation}: {name_in(owner, argument, value)}: got a value changed in place since the forward pass (version {version.count}), "
                 f"expected it as backward needs it (version {then})"
             )
 
@@ -329,8 +343,9 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
 
     A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no array.
     """
-    if isinstance(array, Tensor):
-        array = array.view
+    source = array if isinstance(array, Tensor) else None
+    if source is not None:
+        array = source.view
     if isinstance(array, int | float | list | tuple):
         array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype).numpy)
         if dtype is None and array.dtype == np.float64:
@@ -344,4 +359,5 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
         view = out
     if device is not None:
         view = arrays.to(view, arrays.device(device))
-    return Tensor(view, requires_grad)
+    made = Tensor(view, requires_grad)
+    return made if source is None or view is not source.view else source._sharing(made)

@@ -27,7 +27,7 @@ class Embedding(Module):
 
     def forward(self, ids: Any) -> Tensor:
         """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range gives NaN. Returns (*ids.shape, embedding_dim)."""
-        return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight})["y"]
+        return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight}, owner=self)["y"]
 
 
 class Dropout(Module):
@@ -46,7 +46,7 @@ class Dropout(Module):
             return x
         if not x.shape:
             raise ShapeError(expected("Dropout", "inp", "no dimension", "at least one"))
-        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x, "rng": random.next_rng(x.device)})["y"]
+        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x, "rng": random.next_rng(x.device)}, owner=self)["y"]
 
 
 @lru_cache(maxsize=1024)

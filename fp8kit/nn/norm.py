@@ -41,7 +41,7 @@ class _Norm(Module):
     def forward(self, inp: Any) -> Any:
         """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
         inputs = {"x": as_tensor(type(self).__name__, "inp", inp), "norm_weight": self.weight, "norm_bias": self.bias}
-        return apply(norm, self._spec, inputs)["y"]
+        return apply(norm, self._spec, inputs, owner=self)["y"]
 
 
 class LayerNorm(_Norm):

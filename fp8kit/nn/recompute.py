@@ -140,7 +140,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     found = _tensors(out)
     if not probe.wanted and not any(t is g for t in found for g in given):
         return out
-    results = [Tensor(t.view) for t in found]
+    results = [t._sharing(Tensor(t.view)) for t in found]
     floating = [i for i, result in enumerate(results) if result.dtype.floating]
 
     def backward(cotangents: list[ArrayView | None]) -> list[tuple[Edge, ArrayView | None]]:

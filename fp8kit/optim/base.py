@@ -133,7 +133,7 @@ class Optimizer:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
                     raise Fp8kitError(expected(name, "params", what, "different tensors that require grad"))
                 seen.add(id(param))
-                if not param.view.contiguous or not _writable(param.view):
+                if not param.view.contiguous or not param.view.writable:
                     what = f"strides {param.view.strides} or memory that is read-only"
                     raise Fp8kitError(expected(name, "params", what, "C-contiguous memory that may be written"))
             self.flat(whole)
@@ -343,7 +343,3 @@ def _copied(view: ArrayView) -> ArrayView:
     own = arrays.empty(view.shape, view.dtype, view.device)
     arrays.copy(own, view)
     return own
-
-
-def _writable(view: ArrayView) -> bool:
-    return not isinstance(view.owner, np.ndarray) or bool(view.owner.flags.writeable)

@@ -114,8 +114,14 @@ class GradScaler:
         if optimizer in self._unscaled or optimizer in self._found:
             raise Fp8kitError(expected("GradScaler.unscale_", "optimizer", "one that was unscaled or stepped", "one call before its step"))
         for param in (p for group in optimizer.param_groups for p in group["params"]):
-            if param.grad is not None and param.dtype is not float32:
+            if param.grad is None:
+                continue
+            if param.dtype is not float32:
                 raise FormatError(expected("GradScaler.unscale_", "gradients", param.dtype.name, "float32"))
+            grad = arrays.as_view(param.grad)
+            if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
+                what = f"strides {grad.strides}" if not grad.contiguous else "read-only memory"
+                raise FormatError(expected("GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"))
         self._look(optimizer, True)
         self._unscaled.add(optimizer)
 
