@@ -10,12 +10,14 @@ import ctypes
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fp8kit import dlpack, formats
+from fp8kit.arguments import shown, sizes
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
 
@@ -40,9 +42,9 @@ def device(value: object) -> Device:
     if isinstance(value, Device):
         return value
     if isinstance(value, str):
-        kind, _, index = value.partition(":")
-        if kind in _LOADERS and (not index or index.isdigit()):
-            return Device(kind, int(index or 0))
+        kind, _, at = value.partition(":")
+        if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)):
+            return Device(kind, int(at or 0))
     raise BackendError(expected("device", "value", repr(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
 
 
@@ -106,11 +108,15 @@ class ArrayView:
     def reshape(self, *shape: int) -> ArrayView:
         """The same elements under another shape (one -1 is worked out); ShapeError when not C-contiguous or of another size."""
         size = self.size
+        try:
+            shape = tuple(map(index, shape))
+        except TypeError:
+            raise ShapeError(expected("reshape", "shape", shown(shape), "ints")) from None
         if -1 in shape:
             rest = -math.prod(shape)
             at = shape.index(-1)
             shape = (*shape[:at], size // rest if rest else 0, *shape[at + 1 :])
-        if math.prod(shape) != size or not self.contiguous:
+        if math.prod(shape) != size or not self.contiguous or min(shape, default=0) < 0:
             raise ShapeError(expected("reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})"))
         return ArrayView(self.ptr, shape, self.dtype, self.device, self.owner)
 
@@ -120,17 +126,25 @@ class ArrayView:
         return self.reshape(self.size // last if last else math.prod(self.shape[:-1]), last)
 
     def slice(self, dim: int, start: int, length: int) -> ArrayView:
-        """``length`` elements from ``start`` along ``dim``."""
-        if min(start, length) < 0 or start + length > self.shape[dim]:
+        """``length`` elements from ``start`` along ``dim``. ShapeError where they are not all there."""
+        try:
+            dim, start, length = index(dim), index(start), index(length)
+            inside = min(start, length) >= 0 and start + length <= self.shape[dim]
+        except (TypeError, IndexError):
+            raise ShapeError(expected("slice", "dim, start, length", shown((dim, start, length)), f"ints within {self.shape}")) from None
+        if not inside:
             raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {self.shape[dim]}"))
         strides = self.strides
+        dim %= len(strides)
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         kept = None if self._strides is None and dim == 0 else strides
         return ArrayView(self.ptr + start * strides[dim] * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, kept)
 
     def transpose(self, *axes: int) -> ArrayView:
-        """The same memory with its dimensions in the order ``axes``."""
+        """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a permutation."""
         strides = self.strides
+        if sorted(sizes("transpose", axes, ShapeError)) != list(range(len(strides))):
+            raise ShapeError(expected("transpose", "axes", axes, f"each of 0 ... {len(strides) - 1} once"))
         return ArrayView(
             self.ptr, tuple(self.shape[a] for a in axes), self.dtype, self.device, self.owner, tuple(strides[a] for a in axes)
         )
@@ -140,7 +154,9 @@ class ArrayView:
         return ArrayView(self.ptr + offset * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, strides)
 
     def view(self, dtype: DType) -> ArrayView:
-        """The same bytes as another dtype of the same item size."""
+        """The same bytes as another dtype of the same item size; FormatError otherwise."""
+        if not isinstance(dtype, DType):
+            dtype = formats.dtype(dtype)
         if dtype.itemsize != self.dtype.itemsize:
             raise FormatError(expected("view", "dtype", dtype, f"{self.dtype.itemsize} bytes an element"))
         return ArrayView(self.ptr, self.shape, dtype, self.device, self.owner, self._strides)
@@ -202,7 +218,7 @@ class ArrayView:
 
 
 def contiguous_strides(shape: Shape) -> Shape:
-    """Strides in elements of a C-contiguous array."""
+    """Strides in elements of a C-contiguous array of ``shape``, a tuple of ints."""
     strides: list[int] = []
     step = 1
     for n in reversed(shape):
@@ -246,7 +262,10 @@ class _Host:
         return 1
 
     def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
-        owner = np.empty(max(nbytes, 1), np.uint8)
+        try:
+            owner = np.empty(max(nbytes, 1), np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise BackendError(f"empty: {nbytes} bytes on the CPU cannot be had ({error})") from None
         return owner.ctypes.data, owner
 
     def current_stream(self, device: Device) -> int:
@@ -279,7 +298,10 @@ def register_device(kind: str, module: str) -> None:
 
 def provider(where: Device) -> DeviceProvider:
     """The provider of a device, imported at its first use; BackendError when the kind is unknown or its library is missing."""
-    found = _PROVIDERS.get(where.kind)
+    try:
+        found = _PROVIDERS.get(where.kind)
+    except (AttributeError, TypeError):
+        raise BackendError(expected("device", "value", shown(where), "a Device, such as arrays.CPU")) from None
     if found is None:
         if where.kind not in _LOADERS:
             raise BackendError(expected("device", "kind", repr(where.kind), f"one of {', '.join(_LOADERS)}"))
@@ -300,8 +322,8 @@ def available(kind: str) -> bool:
 
 
 def current_stream(where: Device) -> int:
-    """Handle of the stream that work for this device goes to now; 0 on the CPU."""
-    return 0 if where.kind == "cpu" else provider(where).current_stream(where)
+    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError for what is no device."""
+    return 0 if where is CPU else provider(where).current_stream(where)
 
 
 def synchronize(where: Device) -> None:
@@ -310,7 +332,14 @@ def synchronize(where: Device) -> None:
 
 
 def empty(shape: Shape, dtype: DType, where: Device) -> ArrayView:
-    """A fresh C-contiguous array, its contents undefined. ``shape`` in elements."""
+    """A fresh C-contiguous array, its contents undefined. ``shape`` in elements.
+
+    ShapeError for extents that are negative or no ints, FormatError for another dtype, BackendError for memory that cannot be had.
+    """
+    if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
+        shape = as_sizes(shape)
+    if not isinstance(dtype, DType):
+        dtype = formats.dtype(dtype)
     ptr, owner = provider(where).alloc(math.prod(shape) * dtype.itemsize, where)
     return ArrayView(ptr, shape, dtype, where, owner)
 
@@ -324,6 +353,7 @@ def zeros(shape: Shape, dtype: DType, where: Device) -> ArrayView:
 
 def zero_(view: ArrayView) -> None:
     """Write zeros over a C-contiguous view, in stream order. ShapeError for a strided one, FormatError for read-only memory."""
+    view = as_view(view)
     if not view.contiguous:
         raise ShapeError(expected("zero_", "view", f"strides {view.strides}", "C-contiguous"))
     _want_writable("zero_", "view", view)
@@ -333,6 +363,7 @@ def zero_(view: ArrayView) -> None:
 def copy(dst: ArrayView, src: ArrayView) -> None:
     """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order. ShapeError for others,
     FormatError for a ``dst`` in read-only memory."""
+    dst, src = as_view(dst), as_view(src)
     if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
         raise ShapeError(expected("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}"))
     _want_writable("copy", "dst", dst)
@@ -353,6 +384,9 @@ def _duplicate(view: ArrayView) -> ArrayView:
 
 def to(view: ArrayView, where: Device) -> ArrayView:
     """The view itself where it already lives on ``where``, else a copy there."""
+    view = as_view(view)
+    if not isinstance(where, Device):
+        where = device(where)
     if view.device == where:
         return view
     moved = empty(view.shape, view.dtype, where)
@@ -362,6 +396,7 @@ def to(view: ArrayView, where: Device) -> ArrayView:
 
 def contiguous(view: ArrayView) -> ArrayView:
     """The view itself when it is C-contiguous, else a C-contiguous copy made by the device's own library."""
+    view = as_view(view)
     if view.contiguous:
         return view
     bits = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}[view.dtype.itemsize]
@@ -411,10 +446,10 @@ def _from_cuda_interface(array: Any) -> ArrayView:
     interface = array.__cuda_array_interface__
     kind = formats.dtype(np.dtype(array.dtype) if hasattr(array, "dtype") else interface["typestr"])
     strides = interface.get("strides")
-    index = array.device.id if hasattr(getattr(array, "device", None), "id") else 0
+    number = array.device.id if hasattr(getattr(array, "device", None), "id") else 0
     ptr, read_only = interface["data"]
     return ArrayView(
-        ptr, tuple(interface["shape"]), kind, Device("cuda", index), _Fixed(array) if read_only else array,
+        ptr, tuple(interface["shape"]), kind, Device("cuda", number), _Fixed(array) if read_only else array,
         None if strides is None else tuple(s // kind.itemsize for s in strides),
     )
 
@@ -425,6 +460,7 @@ def to_library(view: ArrayView, like: Any) -> Any:
     NumPy for NumPy and plain Python values, CuPy for CuPy, through ``from_dlpack`` for any other library that has it, else
     the view itself.
     """
+    view = as_view(view)
     library = type(like).__module__.partition(".")[0]
     if library in ("numpy", "builtins", "cupy"):
         return provider(view.device).native(view)
@@ -436,7 +472,7 @@ def to_library(view: ArrayView, like: Any) -> Any:
 
 def as_sizes(shape: int | Sequence[int]) -> Shape:
     """A shape argument as a tuple; ShapeError for negative or non-integer entries."""
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not all(isinstance(n, int | np.integer) and n >= 0 for n in sizes):
-        raise ShapeError(expected("shape", "shape", shape, "non-negative integers"))
-    return tuple(int(n) for n in sizes)
+    extents = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str | bytes) else (shape,)
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) and 0 <= n < 2**63 for n in extents):
+        raise ShapeError(expected("shape", "shape", shown(shape), "non-negative integers"))
+    return tuple(int(n) for n in extents)

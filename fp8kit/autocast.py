@@ -97,7 +97,7 @@ class autocast(ContextDecorator):
         self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
         check_finite: bool | None = None,
     ) -> None:
-        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", check_finite or False)):
+        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", False if check_finite is None else check_finite)):
             if not isinstance(flag, bool):
                 raise RecipeError(expected("autocast", name, repr(flag), "a bool"))
         if recipe is not None and not isinstance(recipe, Recipe):

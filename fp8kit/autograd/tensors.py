@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats
+from fp8kit.arguments import flag, function, shown
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
@@ -51,6 +52,10 @@ class Tensor:
     __slots__ = ("__weakref__", "_edge", "_hooks", "_version", "grad", "requires_grad", "view")
 
     def __init__(self, view: ArrayView, requires_grad: bool = False) -> None:
+        if type(view) is not ArrayView:
+            view = arrays.as_view(view)
+        if requires_grad is not False:
+            requires_grad = flag("tensor", "requires_grad", requires_grad)
         if requires_grad and not view.dtype.floating:
             raise FormatError(expected("tensor", "requires_grad", f"True for dtype {view.dtype.name}", "a floating dtype"))
         self.view = view
@@ -141,7 +146,7 @@ class Tensor:
     def add_(self, other: Any) -> Tensor:
         """``copy_(self + other)``; the same shape and dtype. Errors as ``copy_``."""
         with tape.no_grad():
-            total = self.detach() + (other.detach() if isinstance(other, Tensor) else other)
+            total = self.detach() + (other.detach() if isinstance(other, Tensor) else arrays.as_view(other))
         return self.copy_(total if not (isinstance(other, Tensor) and other.requires_grad) else Tensor(total.view, True))
 
     def zero_(self) -> Tensor:
@@ -153,8 +158,10 @@ class Tensor:
     def register_hook(self, hook: Callable[[ArrayView], Any]) -> HookHandle:
         """Call ``hook`` with this tensor's whole gradient each time that a backward pass has summed it, an ArrayView that must not be
         changed. What it returns, an array of the same shape and dtype, goes on in its place; None leaves it. Returns a handle whose
-        ``remove()`` ends it. AutogradError where no gradient is wanted.
+        ``remove()`` ends it. AutogradError where no gradient is wanted, Fp8kitError for a hook that
+        cannot be called.
         """
+        function("register_hook", "hook", hook)
         edge = self.edge()
         if edge is None:
             raise AutogradError("register_hook: this tensor requires no gradient")
@@ -200,6 +207,7 @@ class Tensor:
         here was recorded, ShapeError or FormatError for a gradient that does not fit.
         """
         edge = self.edge()
+        retain_graph = flag("backward", "retain_graph", retain_graph)
         if edge is None:
             raise AutogradError("backward: this tensor was computed without anything that requires a gradient, or under no_grad")
         if gradient is None:
@@ -218,7 +226,7 @@ class Tensor:
 
     def reshape(self, *shape: int) -> Tensor:
         """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or not C-contiguous."""
-        view = self.view.reshape(*arrays.as_sizes(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        view = self.view.reshape(*(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape))
         before = self.shape
         return self._sharing(record("reshape", [self], view, lambda g: [g.reshape(*before)]))
 
@@ -347,7 +355,10 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
     if source is not None:
         array = source.view
     if isinstance(array, int | float | list | tuple):
-        array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype).numpy)
+        try:
+            array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype).numpy)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise FormatError(expected("tensor", "array", shown(array), f"nested numbers of one length ({error})")) from None
         if dtype is None and array.dtype == np.float64:
             array = array.astype(np.float32)
         if device is None:

@@ -6,6 +6,7 @@ each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays
+from fp8kit import arrays, serialization
+from fp8kit.arguments import function, integer, number
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError, expected
@@ -59,9 +61,7 @@ def _start(state: _State) -> None:
 
 def manual_seed(seed: int) -> None:
     """Start the host generator and every device's dropout state again from ``seed``, an int in [0, 2**63). ShapeError otherwise."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**63:
-        raise ShapeError(expected("manual_seed", "seed", repr(seed), "an int in [0, 2**63)"))
-    _start(_State(int(seed)))
+    _start(_State(integer("manual_seed", "seed", seed, 0, 2**63 - 1, ShapeError)))
 
 
 def host_generator() -> np.random.Generator:
@@ -106,9 +106,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
     """Check what ``set_rng_state`` takes, and return what goes back to it. CheckpointError as there."""
     shapes = {"seed": (), "host.counter": (4,), "host.key": (2,), "host.buffer": (4,), "host.rest": (3,)}
+    serialization.mapping("set_rng_state", state)
     for name in shapes.keys() - set(state):
         raise CheckpointError(expected("set_rng_state", name, "nothing", "an array from get_rng_state"))
-    values = {name: arrays.as_view(array).numpy() for name, array in state.items()}
+    values = {name: serialization.array("set_rng_state", name, array).numpy() for name, array in state.items()}
     devices: dict[Device, HostArray] = {}
     for name, value in values.items():
         if name not in shapes and not name.startswith(_DEVICE_PREFIX):
@@ -184,8 +185,15 @@ def _copied(state: _State) -> _State:
     return own
 
 
+def init_of(operation: str, name: str, init: Init | None) -> Init:
+    """An ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError for what cannot be called."""
+    return normal_init() if init is None else function(operation, name, init)
+
+
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:
-    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer Engine's for weights."""
+    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer Engine's for weights.
+    Fp8kitError for numbers that are not finite or a negative ``std``."""
+    mean, std = number("normal_init", "mean", mean, least=-math.inf), number("normal_init", "std", std)
 
     def fill(array: HostArray) -> None:
         array[...] = host_generator().normal(mean, std, array.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fp8kit.arguments import number
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import int64, uint8
 from fp8kit.ops.product import row_count, want, want_rows
@@ -21,8 +22,7 @@ class DropoutAddSpec:
     bias_grad: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.p < 1.0:
-            raise FormatError(expected("dropout_add", "p", self.p, "a probability in [0, 1)"))
+        number("dropout_add", "p", self.p, 1.0, FormatError)
 
 
 class DropoutAdd(Operation):

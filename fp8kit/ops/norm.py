@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fp8kit.errors import FormatError, expected
+from fp8kit.arguments import choice
+from fp8kit.errors import FormatError
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -21,8 +22,7 @@ class NormSpec:
     zero_centered_gamma: bool = False
 
     def __post_init__(self) -> None:
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
-            raise FormatError(expected("norm", "normalization", repr(self.normalization), '"LayerNorm" or "RMSNorm"'))
+        choice("norm", "normalization", self.normalization, ("LayerNorm", "RMSNorm"), FormatError)
 
     @property
     def centered(self) -> bool:

@@ -6,13 +6,13 @@ see a new count at each replay. Parameters that always took part in the same ste
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fp8kit import arrays
+from fp8kit import arrays, serialization
+from fp8kit.arguments import flag, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -122,11 +122,15 @@ class Optimizer:
         self.param_groups: list[Group] = []
         seen: set[int] = set()
         for group in groups:
+            if not isinstance(group, Mapping):
+                raise Fp8kitError(expected(name, "param_groups", shown(group), 'a dict with "params" in each place, or tensors alone'))
             if "params" not in group:
                 raise Fp8kitError(expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'))
             unknown = set(group) - {"params", *defaults}
             if unknown:
                 raise Fp8kitError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
+            if not isinstance(group["params"], Iterable) or isinstance(group["params"], str | bytes):
+                raise Fp8kitError(expected(name, "params", shown(group["params"]), "a list of tensors"))
             whole: Group = {**defaults, **group, "params": list(group["params"])}
             for param in whole["params"]:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
@@ -270,7 +274,9 @@ class Optimizer:
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
         """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
         params, width = self._params(), len(self.columns)
-        views = {name: arrays.as_view(array) for name, array in state.items()}
+        operation = f"{type(self).__name__}.load_state_dict"
+        strict = flag(operation, "strict", strict, CheckpointError)
+        views = {name: serialization.array(operation, name, array) for name, array in serialization.mapping(operation, state).items()}
         wanted = {"steps": ((len(params),), "int64"), "hyper": ((len(self.param_groups), width), "float64")}
         fits = {n: n in views and (views[n].shape, views[n].dtype.name) == w for n, w in wanted.items()}
         steps = views["steps"].numpy() if fits["steps"] else np.zeros(len(params), np.int64)
@@ -316,17 +322,6 @@ class Optimizer:
                     if at == str(i):
                         target = state.master if slot == "master" and state.master is not None else state.slot(slot, param.view)
                         arrays.copy(target, arrays.contiguous(view))
-
-
-def number(operation: str, name: str, value: Any, below: float = math.inf) -> float:
-    """A hyperparameter as a float; Fp8kitError unless it is a finite number in [0, below)."""
-    try:
-        fits = 0 <= value < below and math.isfinite(value)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise Fp8kitError(expected(operation, name, repr(value), "finite and >= 0" if below == math.inf else f"in [0, {below:g})"))
-    return float(value)
 
 
 def rate(operation: str, value: Any) -> Any:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from fp8kit import arrays
+from fp8kit.arguments import integer, number
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import HIGH_PRECISION, float32, uint8
-from fp8kit.optim.base import number
 from fp8kit.optim.scaler import GradScaler
 
 
@@ -29,6 +29,8 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
         raise Fp8kitError(expected(operation, "max_norm", max_norm, "a positive number"))
     if not isinstance(params, Iterable):
         raise Fp8kitError(expected(operation, "params", type(params).__name__, "tensors, such as model.parameters()"))
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise Fp8kitError(expected(operation, "scaler", type(scaler).__name__, "a GradScaler or None"))
     given = list(params)
     for param in given:
         if not isinstance(param, Tensor):
@@ -60,6 +62,9 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
 def warmup_cosine(step: int, lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0) -> float:
     """Learning rate of ``step`` (0, 1, ...): linear from lr / warmup_steps up to ``lr``, then half a cosine down to ``min_lr`` at
     ``total_steps``, and ``min_lr`` beyond (Loshchilov & Hutter 2017, one cycle). Fp8kitError unless 0 <= warmup_steps <= total_steps."""
+    for name, value in (("step", step), ("warmup_steps", warmup_steps), ("total_steps", total_steps)):
+        integer("warmup_cosine", name, value, 0)
+    lr, min_lr = number("warmup_cosine", "lr", lr), number("warmup_cosine", "min_lr", min_lr)
     if not 0 <= warmup_steps <= total_steps:
         raise Fp8kitError(expected("warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]"))
     if step < warmup_steps:
