@@ -76,7 +76,7 @@ def path(operation: str, value: Any) -> str:
         text = os.fspath(value)
         if isinstance(text, str) and "\0" not in text and os.path.basename(text):
             return text
-    raise CheckpointError(expected(operation, "path", shown(value), "a path: a str or a pathlib.Path"))
+    raise CheckpointError(expected(operation, "path", shown(value), f"a path: {operation}(path, module)"))
 
 
 def shown(value: Any, most: int = 60) -> str:

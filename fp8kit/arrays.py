@@ -22,6 +22,7 @@ from fp8kit.errors import BackendError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
 
 Shape = tuple[int, ...]
+_BITS = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}  # what any element can be moved as
 
 
 class Device(NamedTuple):
@@ -129,11 +130,11 @@ class ArrayView:
         """``length`` elements from ``start`` along ``dim``. ShapeError where they are not all there."""
         try:
             dim, start, length = index(dim), index(start), index(length)
-            inside = min(start, length) >= 0 and start + length <= self.shape[dim]
+            extent = self.shape[dim]
         except (TypeError, IndexError):
             raise ShapeError(expected("slice", "dim, start, length", shown((dim, start, length)), f"ints within {self.shape}")) from None
-        if not inside:
-            raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {self.shape[dim]}"))
+        if min(start, length) < 0 or start + length > extent:
+            raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {extent}"))
         strides = self.strides
         dim %= len(strides)
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
@@ -394,13 +395,22 @@ def to(view: ArrayView, where: Device) -> ArrayView:
     return moved
 
 
+def assign(dst: ArrayView, src: ArrayView) -> None:
+    """Copy between views of the same dtype and shape on one device, both with any strides, by the device's own library."""
+    if dst.dtype is not src.dtype or dst.shape != src.shape or dst.device != src.device:
+        raise ShapeError(expected("assign", "dst", dst, repr(src)))
+    _want_writable("assign", "dst", dst)
+    bits = _BITS[dst.dtype.itemsize]
+    native = provider(dst.device).native
+    native(dst.view(bits))[...] = native(src.view(bits))
+
+
 def contiguous(view: ArrayView) -> ArrayView:
     """The view itself when it is C-contiguous, else a C-contiguous copy made by the device's own library."""
     view = as_view(view)
     if view.contiguous:
         return view
-    bits = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}[view.dtype.itemsize]
-    native = provider(view.device).native(view.view(bits))
+    native = provider(view.device).native(view.view(_BITS[view.dtype.itemsize]))
     return as_view(native.copy(order="C")).view(view.dtype)
 
 

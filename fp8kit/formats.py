@@ -56,6 +56,8 @@ class Format:
             raise FormatError(expected("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"'))
         if self.special == "ieee" and self.mantissa_bits < 1:
             raise FormatError(expected("Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'))
+        if not self.max > 0:
+            raise FormatError(expected("Format", self.name, "no value above 0", "at least one"))
 
     @property
     def bits(self) -> int:

@@ -138,6 +138,8 @@ class Tensor:
         view = arrays.to(view, self.device)
         if view.dtype is self.dtype and self.view.contiguous:
             arrays.copy(self.view, arrays.contiguous(view))
+        elif view.dtype is self.dtype:
+            arrays.assign(self.view, view)
         else:
             dispatch.kernels(self.device).copy(view, self.view, arrays.current_stream(self.device))
         self.version().count += 1
@@ -290,6 +292,9 @@ _ADD = AddSpec()
 def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
     """a + b in a fresh array: how cotangents that meet are summed."""
     a, b = arrays.contiguous(a), arrays.contiguous(b)
+    if a.dtype is formats.float64:  # a user's function's: the kernel adds in float32
+        native = arrays.provider(a.device).native
+        return arrays.as_view(np.asarray(native(a) + native(b)) if a.device.kind == "cpu" else native(a) + native(b))
     out = arrays.empty(a.shape, a.dtype, a.device)
     dispatch.kernels(a.device).add(a, b, out, arrays.current_stream(a.device))
     return out
@@ -365,6 +370,7 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
             device = dispatch.default_device()
     view = arrays.as_view(array)
     if dtype is not None and formats.dtype(dtype) is not view.dtype:
+        view = _convertible(view, formats.dtype(dtype))
         out = arrays.empty(view.shape, formats.dtype(dtype), view.device)
         dispatch.kernels(view.device).copy(view, out, arrays.current_stream(view.device))
         view = out
@@ -372,3 +378,14 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
         view = arrays.to(view, arrays.device(device))
     made = Tensor(view, requires_grad)
     return made if source is None or view is not source.view else source._sharing(made)
+
+
+def _convertible(view: ArrayView, kind: DType) -> ArrayView:
+    """A view that the copy kernel turns into ``kind``: float64 is first rounded to float32, as ``quantize`` does. FormatError for others."""
+    if view.dtype is formats.float64:
+        with np.errstate(over="ignore"):
+            view = arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))
+    if view.dtype not in formats.HIGH_PRECISION or kind not in formats.HIGH_PRECISION:
+        wanted = "float64, float32, bfloat16 or float16 to become one of the last three"
+        raise FormatError(expected("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted))
+    return arrays.contiguous(view)

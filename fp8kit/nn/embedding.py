@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8kit.arguments import number
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.nn import random
 from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
 from fp8kit.nn.random import Init, init_of
@@ -39,7 +39,7 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        self._p = number("Dropout", "p", p, 1.0)
+        self._p = number("Dropout", "p", p, 1.0, FormatError)
 
     def forward(self, inp: Any) -> Tensor:
         """``inp``: h (..., N). Returns the same shape and dtype."""
