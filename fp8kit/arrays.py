@@ -173,7 +173,8 @@ class ArrayView:
             return host.numpy()
         if isinstance(self.owner, np.ndarray):
             own = self.owner
-            if own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy and self.contiguous:
+            same = own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy
+            if same and self.contiguous and own.flags.c_contiguous:
                 return own
         array = dlpack.array_at(self.ptr, self.shape, self.strides, self.dtype.numpy, self.owner)
         array.flags.writeable = self.writable
