@@ -154,7 +154,7 @@ class ArrayView:
         """Any strided view of the same memory, ``offset`` elements further on. The caller answers for its bounds."""
         return ArrayView(self.ptr + offset * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, strides)
 
-    def view(self, dtype: DType) -> ArrayView:
+    def view(self, dtype: DType | str) -> ArrayView:
         """The same bytes as another dtype of the same item size; FormatError otherwise."""
         if not isinstance(dtype, DType):
             dtype = formats.dtype(dtype)
@@ -333,7 +333,7 @@ def synchronize(where: Device) -> None:
     provider(where).synchronize(where)
 
 
-def empty(shape: Shape, dtype: DType, where: Device) -> ArrayView:
+def empty(shape: Shape, dtype: DType | str, where: Device) -> ArrayView:
     """A fresh C-contiguous array, its contents undefined. ``shape`` in elements.
 
     ShapeError for extents that are negative or no ints, FormatError for another dtype, BackendError for memory that cannot be had.
@@ -384,7 +384,7 @@ def _duplicate(view: ArrayView) -> ArrayView:
     return fresh
 
 
-def to(view: ArrayView, where: Device) -> ArrayView:
+def to(view: ArrayView, where: Device | str) -> ArrayView:
     """The view itself where it already lives on ``where``, else a copy there."""
     view = as_view(view)
     if not isinstance(where, Device):

@@ -207,7 +207,8 @@ def assign(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bo
 
 def _stateful(operation: str, module: Any) -> Any:
     """The module itself; CheckpointError unless it has a state."""
-    if isinstance(module, type) or not (callable(getattr(module, "state_dict", None)) and callable(getattr(module, "load_state_dict", None))):
+    has = all(callable(getattr(module, name, None)) for name in ("state_dict", "load_state_dict"))
+    if isinstance(module, type) or not has:
         wanted = "a module, an optimiser, or a mapping of names to arrays"
         raise CheckpointError(expected(operation, "module", arguments.shown(module), wanted))
     return module

@@ -226,7 +226,7 @@ class Tensor:
         root = owned(edge, arrays.to(arrays.contiguous(view), self.device))
         tape.run([(edge, root)], add_views, retain_graph)
 
-    def reshape(self, *shape: int) -> Tensor:
+    def reshape(self, *shape: Any) -> Tensor:
         """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or not C-contiguous."""
         view = self.view.reshape(*(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape))
         before = self.shape
@@ -330,8 +330,8 @@ def unchanged(operation: str, argument: str, value: Tensor, owner: object = None
     def check() -> None:
         if version.count != then:
             raise AutogradError(
-                f"{operation}: {name_in(owner, argument, value)}: got a value changed in place since the forward pass (version {version.count}), "
-                f"expected it as backward needs it (version {then})"
+                f"{operation}: {name_in(owner, argument, value)}: got a value changed in place since the forward pass "
+                f"(version {version.count}), expected it as backward needs it (version {then})"
             )
 
     return check
@@ -381,7 +381,7 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
 
 
 def _convertible(view: ArrayView, kind: DType) -> ArrayView:
-    """A view that the copy kernel turns into ``kind``: float64 is first rounded to float32, as ``quantize`` does. FormatError for others."""
+    """A view that the copy kernel turns into ``kind``: float64 goes through float32, as in ``quantize``. FormatError for others."""
     if view.dtype is formats.float64:
         with np.errstate(over="ignore"):
             view = arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))

@@ -33,7 +33,8 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
     else:
         sizes = {name: out_features // max(len(parameters_split), 1) for name in parameters_split}
     named = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
-    if not named or not all(name.isidentifier() for name in named) or len(named) != len(parameters_split) or sum(named.values()) != out_features or min(named.values()) < 1:
+    names_fit = bool(named) and all(name.isidentifier() for name in named) and len(named) == len(parameters_split)
+    if not names_fit or sum(named.values()) != out_features or min(named.values()) < 1:
         wanted = f"different names whose sizes sum to {out_features}"
         raise Fp8kitError(expected(operation, "parameters_split", repr(parameters_split), wanted))
     return named

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
 from fp8kit import arguments, arrays, formats, serialization
 from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView, Device

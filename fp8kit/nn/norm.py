@@ -30,13 +30,15 @@ class _Norm(Module):
         operation = type(self).__name__
         later(operation, CONSTRUCTOR[self.normalization], other)
         if (normalized_shape is None) == (hidden_size is None):
-            raise Fp8kitError(expected(operation, "normalized_shape", shown(normalized_shape), "exactly one of normalized_shape and hidden_size"))
+            wanted = "exactly one of normalized_shape and hidden_size"
+            raise Fp8kitError(expected(operation, "normalized_shape", shown(normalized_shape), wanted))
         shape = arrays.as_sizes(hidden_size if normalized_shape is None else normalized_shape)  # type: ignore[arg-type]
         if len(shape) != 1:
             raise Fp8kitError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
         positive(operation, normalized_shape=shape[0])
         dtype, where = resolve(operation, params_dtype, device)
-        self._spec = NormSpec(shape[0], self.normalization, number(operation, "eps", eps), flag(operation, "zero_centered_gamma", zero_centered_gamma))
+        zero_centered = flag(operation, "zero_centered_gamma", zero_centered_gamma)
+        self._spec = NormSpec(shape[0], self.normalization, number(operation, "eps", eps), zero_centered)
         self.weight, self.bias = norm_parameters(self._spec, dtype, where)
 
     def forward(self, inp: Any) -> Any:

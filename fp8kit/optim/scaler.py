@@ -72,8 +72,10 @@ class GradScaler:
         return float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0]) if self.enabled else 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step. FormatError
-        for anything else."""
+        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step.
+
+        FormatError for anything else.
+        """
         if not isinstance(loss, Tensor) or loss.dtype not in HIGH_PRECISION:
             got = loss.dtype.name if isinstance(loss, Tensor) else shown(loss)
             raise FormatError(expected("GradScaler.scale", "loss", got, "a Tensor of float32, bfloat16 or float16"))

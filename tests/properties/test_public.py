@@ -51,7 +51,8 @@ def public():
             ours = getattr(value, "__module__", "") or ""
             if not (inspect.isfunction(value) or inspect.isclass(value)) or not ours.startswith("fp8kit"):
                 continue
-            if not hasattr(module, "__all__") and ours != module.__name__ or isinstance(value, type) and issubclass(value, fk.Fp8kitError):
+            error = isinstance(value, type) and issubclass(value, fk.Fp8kitError)
+            if error or (not hasattr(module, "__all__") and ours != module.__name__):
                 continue
             if room and name in fk.__all__:
                 continue

@@ -166,7 +166,7 @@ def test_read_only_memory_is_never_written():
 
     frozen = np.arange(6, dtype=np.float32)
     frozen.flags.writeable = False
-    for source in (frozen, Dlpack(arrays.as_view(frozen)), arrays.as_view(frozen)[...] if False else arrays.as_view(frozen).slice(0, 1, 4)):
+    for source in (frozen, Dlpack(arrays.as_view(frozen)), arrays.as_view(frozen).slice(0, 1, 4)):
         x = fk.tensor(source, requires_grad=True)
         assert not x.view.writable
         assert not x.numpy().flags.writeable
@@ -174,13 +174,13 @@ def test_read_only_memory_is_never_written():
         with fk.no_grad():
             for write in (x.zero_, lambda x=x: x.copy_(np.zeros(x.shape, np.float32)), lambda x=x: x.add_(np.ones(x.shape, np.float32)),
                           lambda x=x: arrays.zero_(x.view), lambda x=x: arrays.copy(x.view, x.view), lambda x=x: fk.optim.SGD([x], lr=1.0)):
-                with pytest.raises(Fp8kitError, match="read-only|may be written"):
+                with pytest.raises(Fp8kitError, match=r"read-only|may be written"):
                     write()
         own = fk.tensor(np.zeros(x.shape, np.float32), requires_grad=True)
         own.grad = x.view
         for write in (lambda own=own: fk.optim.clip_grad_norm_([own], 1.0),
                       lambda own=own: fk.optim.GradScaler().unscale_(fk.optim.SGD([own]))):
-            with pytest.raises(Fp8kitError, match="read-only|may be written"):
+            with pytest.raises(Fp8kitError, match=r"read-only|may be written"):
                 write()
         with pytest.raises(Fp8kitError, match="read-only"):
             fk.load(*_saved(x.numpy()), strict=True)
