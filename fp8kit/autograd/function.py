@@ -52,6 +52,7 @@ class Function:
         unrecorded = tape.probe()
         if unrecorded is not None:
             unrecorded.wanted |= any(tracked)
+            unrecorded.used += [unchanged(cls.__name__, f"input {i}", x) for i, x in enumerate(inputs) if tracked[i]]
         if recorded and cls.backward is Function.backward:
             raise AutogradError(f"{cls.__name__}: has no backward, but input {tracked.index(True)} requires a gradient")
         context = Context()

@@ -227,3 +227,8 @@ def test_a_users_function_finds_out_that_its_saved_value_changed():
         fk.tensor(x).zero_()  # the same memory by another name
     with pytest.raises(fk.AutogradError, match="Square: input 0: got a value changed in place"):
         y.backward(np.ones(3, np.float32))
+    y = fk.checkpoint(lambda: Square.apply(x))  # x is no argument of it
+    with fk.no_grad():
+        x.zero_()
+    with pytest.raises(fk.AutogradError, match="Square: input 0: got a value changed in place"):
+        y.backward(np.ones(3, np.float32))
