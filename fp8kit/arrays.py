@@ -338,8 +338,12 @@ def empty(shape: Shape, dtype: DType | str, where: Device) -> ArrayView:
 
     ShapeError for extents that are negative or no ints, FormatError for another dtype, BackendError for memory that cannot be had.
     """
-    if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
+    if type(shape) is not tuple:
         shape = as_sizes(shape)
+    for n in shape:
+        if type(n) is not int or n < 0:
+            shape = as_sizes(shape)
+            break
     if not isinstance(dtype, DType):
         dtype = formats.dtype(dtype)
     ptr, owner = provider(where).alloc(math.prod(shape) * dtype.itemsize, where)

@@ -286,11 +286,12 @@ class Optimizer:
             if steps[i]:
                 names = (*self.slots(row), *(("master",) if param.dtype is not float32 else ()))
                 wanted |= {f"{name}.{i}": (param.shape, "float32") for name in names}
-        faults = [f"missing: {name}" for name in wanted if name not in views]
-        faults += [f"unexpected: {name}" for name in views if name not in wanted and strict]
+        faults = []  # the causes first: with other steps other arrays are expected
         for name, (shape, kind) in wanted.items():
             if name in views and (views[name].shape, views[name].dtype.name) != (shape, kind):
                 faults.append(f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind} {shape}")
+        faults += [f"missing: {name}" for name in wanted if name not in views]
+        faults += [f"unexpected: {name}" for name in views if name not in wanted and strict]
         if (steps < 0).any():
             faults.append(f"steps: got {steps.min()}, expected counts")
         for row in rows if fits["hyper"] else ():
@@ -299,7 +300,8 @@ class Optimizer:
             except Fp8kitError as error:
                 faults.append(f"hyper: {error}")
         if faults:
-            raise CheckpointError(f"{type(self).__name__}.load_state_dict: {'; '.join(faults[:8])}")
+            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise CheckpointError(f"{type(self).__name__}.load_state_dict: {'; '.join(faults[:8])}{more}")
         return lambda: self._take(views, steps.tolist(), rows)
 
     def _take(self, views: Mapping[str, ArrayView], steps: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
