@@ -10,16 +10,19 @@ import ctypes
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fp8kit import dlpack, formats
+from fp8kit.arguments import shown, sizes
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
 
 Shape = tuple[int, ...]
+_BITS = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}  # what any element can be moved as
 
 
 class Device(NamedTuple):
@@ -40,9 +43,9 @@ def device(value: object) -> Device:
     if isinstance(value, Device):
         return value
     if isinstance(value, str):
-        kind, _, index = value.partition(":")
-        if kind in _LOADERS and (not index or index.isdigit()):
-            return Device(kind, int(index or 0))
+        kind, _, at = value.partition(":")
+        if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)):
+            return Device(kind, int(at or 0))
     raise BackendError(expected("device", "value", repr(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
 
 
@@ -82,6 +85,13 @@ class ArrayView:
         )
 
     @property
+    def writable(self) -> bool:
+        """Whether the memory may be written: False over a read-only NumPy array and over what DLPack says is read-only."""
+        if isinstance(self.owner, np.ndarray):
+            return bool(self.owner.flags.writeable)
+        return not (isinstance(self.owner, dlpack.Borrowed | _Fixed) and self.owner.read_only)
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
@@ -99,11 +109,15 @@ class ArrayView:
     def reshape(self, *shape: int) -> ArrayView:
         """The same elements under another shape (one -1 is worked out); ShapeError when not C-contiguous or of another size."""
         size = self.size
+        try:
+            shape = tuple(map(index, shape))
+        except TypeError:
+            raise ShapeError(expected("reshape", "shape", shown(shape), "ints")) from None
         if -1 in shape:
             rest = -math.prod(shape)
             at = shape.index(-1)
             shape = (*shape[:at], size // rest if rest else 0, *shape[at + 1 :])
-        if math.prod(shape) != size or not self.contiguous:
+        if math.prod(shape) != size or not self.contiguous or min(shape, default=0) < 0:
             raise ShapeError(expected("reshape", "shape", shape, f"{size} elements, C-contiguous (strides {self.strides})"))
         return ArrayView(self.ptr, shape, self.dtype, self.device, self.owner)
 
@@ -113,17 +127,25 @@ class ArrayView:
         return self.reshape(self.size // last if last else math.prod(self.shape[:-1]), last)
 
     def slice(self, dim: int, start: int, length: int) -> ArrayView:
-        """``length`` elements from ``start`` along ``dim``."""
-        if min(start, length) < 0 or start + length > self.shape[dim]:
-            raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {self.shape[dim]}"))
+        """``length`` elements from ``start`` along ``dim``. ShapeError where they are not all there."""
+        try:
+            dim, start, length = index(dim), index(start), index(length)
+            extent = self.shape[dim]
+        except (TypeError, IndexError):
+            raise ShapeError(expected("slice", "dim, start, length", shown((dim, start, length)), f"ints within {self.shape}")) from None
+        if min(start, length) < 0 or start + length > extent:
+            raise ShapeError(expected("slice", f"range along dim {dim}", (start, length), f"within {extent}"))
         strides = self.strides
+        dim %= len(strides)
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         kept = None if self._strides is None and dim == 0 else strides
         return ArrayView(self.ptr + start * strides[dim] * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, kept)
 
     def transpose(self, *axes: int) -> ArrayView:
-        """The same memory with its dimensions in the order ``axes``."""
+        """The same memory with its dimensions in the order ``axes``. ShapeError unless they are a permutation."""
         strides = self.strides
+        if sorted(sizes("transpose", axes, ShapeError)) != list(range(len(strides))):
+            raise ShapeError(expected("transpose", "axes", axes, f"each of 0 ... {len(strides) - 1} once"))
         return ArrayView(
             self.ptr, tuple(self.shape[a] for a in axes), self.dtype, self.device, self.owner, tuple(strides[a] for a in axes)
         )
@@ -132,23 +154,31 @@ class ArrayView:
         """Any strided view of the same memory, ``offset`` elements further on. The caller answers for its bounds."""
         return ArrayView(self.ptr + offset * self.dtype.itemsize, shape, self.dtype, self.device, self.owner, strides)
 
-    def view(self, dtype: DType) -> ArrayView:
-        """The same bytes as another dtype of the same item size."""
+    def view(self, dtype: DType | str) -> ArrayView:
+        """The same bytes as another dtype of the same item size; FormatError otherwise."""
+        if not isinstance(dtype, DType):
+            dtype = formats.dtype(dtype)
         if dtype.itemsize != self.dtype.itemsize:
             raise FormatError(expected("view", "dtype", dtype, f"{self.dtype.itemsize} bytes an element"))
         return ArrayView(self.ptr, self.shape, dtype, self.device, self.owner, self._strides)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array as NumPy: the same memory on the CPU, a copy from any other device."""
+        """The array as NumPy: the same memory on the CPU, read-only where that is; a copy from any other device.
+
+        What is written through it no count of changes sees (``Tensor.version``): backward would use the new values without a word.
+        """
         if self.device.kind != "cpu":
             host = empty(self.shape, self.dtype, CPU)
             copy(host, self if self.contiguous else contiguous(self))
             return host.numpy()
         if isinstance(self.owner, np.ndarray):
             own = self.owner
-            if own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy and self.contiguous:
+            same = own.ctypes.data == self.ptr and own.shape == self.shape and own.dtype == self.dtype.numpy
+            if same and self.contiguous and own.flags.c_contiguous:
                 return own
-        return dlpack.array_at(self.ptr, self.shape, self.strides, self.dtype.numpy, self.owner)
+        array = dlpack.array_at(self.ptr, self.shape, self.strides, self.dtype.numpy, self.owner)
+        array.flags.writeable = self.writable
+        return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.device.kind != "cpu":
@@ -180,7 +210,7 @@ class ArrayView:
         if self.device.kind != "cuda":
             raise AttributeError("__cuda_array_interface__: the array is not on a CUDA device")
         return {
-            "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.ptr, False), "version": 3,
+            "shape": self.shape, "typestr": self.dtype.numpy.str, "data": (self.ptr, not self.writable), "version": 3,
             "strides": None if self._strides is None else tuple(s * self.dtype.itemsize for s in self._strides),
             "stream": current_stream(self.device) or 1,
         }
@@ -190,7 +220,7 @@ class ArrayView:
 
 
 def contiguous_strides(shape: Shape) -> Shape:
-    """Strides in elements of a C-contiguous array."""
+    """Strides in elements of a C-contiguous array of ``shape``, a tuple of ints."""
     strides: list[int] = []
     step = 1
     for n in reversed(shape):
@@ -234,7 +264,10 @@ class _Host:
         return 1
 
     def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
-        owner = np.empty(max(nbytes, 1), np.uint8)
+        try:
+            owner = np.empty(max(nbytes, 1), np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise BackendError(f"empty: {nbytes} bytes on the CPU cannot be had ({error})") from None
         return owner.ctypes.data, owner
 
     def current_stream(self, device: Device) -> int:
@@ -267,7 +300,10 @@ def register_device(kind: str, module: str) -> None:
 
 def provider(where: Device) -> DeviceProvider:
     """The provider of a device, imported at its first use; BackendError when the kind is unknown or its library is missing."""
-    found = _PROVIDERS.get(where.kind)
+    try:
+        found = _PROVIDERS.get(where.kind)
+    except (AttributeError, TypeError):
+        raise BackendError(expected("device", "value", shown(where), "a Device, such as arrays.CPU")) from None
     if found is None:
         if where.kind not in _LOADERS:
             raise BackendError(expected("device", "kind", repr(where.kind), f"one of {', '.join(_LOADERS)}"))
@@ -288,8 +324,8 @@ def available(kind: str) -> bool:
 
 
 def current_stream(where: Device) -> int:
-    """Handle of the stream that work for this device goes to now; 0 on the CPU."""
-    return 0 if where.kind == "cpu" else provider(where).current_stream(where)
+    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError for what is no device."""
+    return 0 if where is CPU else provider(where).current_stream(where)
 
 
 def synchronize(where: Device) -> None:
@@ -297,8 +333,19 @@ def synchronize(where: Device) -> None:
     provider(where).synchronize(where)
 
 
-def empty(shape: Shape, dtype: DType, where: Device) -> ArrayView:
-    """A fresh C-contiguous array, its contents undefined. ``shape`` in elements."""
+def empty(shape: Shape, dtype: DType | str, where: Device) -> ArrayView:
+    """A fresh C-contiguous array, its contents undefined. ``shape`` in elements.
+
+    ShapeError for extents that are negative or no ints, FormatError for another dtype, BackendError for memory that cannot be had.
+    """
+    if type(shape) is not tuple:
+        shape = as_sizes(shape)
+    for n in shape:
+        if type(n) is not int or n < 0:
+            shape = as_sizes(shape)
+            break
+    if not isinstance(dtype, DType):
+        dtype = formats.dtype(dtype)
     ptr, owner = provider(where).alloc(math.prod(shape) * dtype.itemsize, where)
     return ArrayView(ptr, shape, dtype, where, owner)
 
@@ -311,16 +358,28 @@ def zeros(shape: Shape, dtype: DType, where: Device) -> ArrayView:
 
 
 def zero_(view: ArrayView) -> None:
-    """Write zeros over a C-contiguous view, in stream order."""
+    """Write zeros over a C-contiguous view, in stream order. ShapeError for a strided one, FormatError for read-only memory."""
+    view = as_view(view)
+    if not view.contiguous:
+        raise ShapeError(expected("zero_", "view", f"strides {view.strides}", "C-contiguous"))
+    _want_writable("zero_", "view", view)
     provider(view.device).fill_zero(view, current_stream(view.device))
 
 
 def copy(dst: ArrayView, src: ArrayView) -> None:
-    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order."""
+    """Copy between C-contiguous views of the same dtype and size, across devices or on one, in stream order. ShapeError for others,
+    FormatError for a ``dst`` in read-only memory."""
+    dst, src = as_view(dst), as_view(src)
     if dst.dtype is not src.dtype or dst.size != src.size or not (dst.contiguous and src.contiguous):
         raise ShapeError(expected("copy", "dst", dst, f"C-contiguous, {src.size} elements of {src.dtype.name}"))
+    _want_writable("copy", "dst", dst)
     where = src.device if src.device.kind != "cpu" else dst.device
     provider(where).copy(dst, src, current_stream(where))
+
+
+def _want_writable(operation: str, argument: str, view: ArrayView) -> None:
+    if not view.writable:
+        raise FormatError(expected(operation, argument, "read-only memory", "memory that may be written"))
 
 
 def _duplicate(view: ArrayView) -> ArrayView:
@@ -329,8 +388,11 @@ def _duplicate(view: ArrayView) -> ArrayView:
     return fresh
 
 
-def to(view: ArrayView, where: Device) -> ArrayView:
+def to(view: ArrayView, where: Device | str) -> ArrayView:
     """The view itself where it already lives on ``where``, else a copy there."""
+    view = as_view(view)
+    if not isinstance(where, Device):
+        where = device(where)
     if view.device == where:
         return view
     moved = empty(view.shape, view.dtype, where)
@@ -338,12 +400,22 @@ def to(view: ArrayView, where: Device) -> ArrayView:
     return moved
 
 
+def assign(dst: ArrayView, src: ArrayView) -> None:
+    """Copy between views of the same dtype and shape on one device, both with any strides, by the device's own library."""
+    if dst.dtype is not src.dtype or dst.shape != src.shape or dst.device != src.device:
+        raise ShapeError(expected("assign", "dst", dst, repr(src)))
+    _want_writable("assign", "dst", dst)
+    bits = _BITS[dst.dtype.itemsize]
+    native = provider(dst.device).native
+    native(dst.view(bits))[...] = native(src.view(bits))
+
+
 def contiguous(view: ArrayView) -> ArrayView:
     """The view itself when it is C-contiguous, else a C-contiguous copy made by the device's own library."""
+    view = as_view(view)
     if view.contiguous:
         return view
-    bits = {1: formats.uint8, 2: formats.uint16, 4: formats.uint32, 8: formats.uint64}[view.dtype.itemsize]
-    native = provider(view.device).native(view.view(bits))
+    native = provider(view.device).native(view.view(_BITS[view.dtype.itemsize]))
     return as_view(native.copy(order="C")).view(view.dtype)
 
 
@@ -375,13 +447,24 @@ def as_view(array: Any) -> ArrayView:
     raise FormatError(expected("as_view", "array", type(array).__name__, "NumPy, CuPy, __dlpack__ or __cuda_array_interface__"))
 
 
+class _Fixed:
+    """Keeps an array alive whose ``__cuda_array_interface__`` says that it is read-only."""
+
+    __slots__ = ("array",)
+    read_only = True
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
 def _from_cuda_interface(array: Any) -> ArrayView:
     interface = array.__cuda_array_interface__
     kind = formats.dtype(np.dtype(array.dtype) if hasattr(array, "dtype") else interface["typestr"])
     strides = interface.get("strides")
-    index = array.device.id if hasattr(getattr(array, "device", None), "id") else 0
+    number = array.device.id if hasattr(getattr(array, "device", None), "id") else 0
+    ptr, read_only = interface["data"]
     return ArrayView(
-        interface["data"][0], tuple(interface["shape"]), kind, Device("cuda", index), array,
+        ptr, tuple(interface["shape"]), kind, Device("cuda", number), _Fixed(array) if read_only else array,
         None if strides is None else tuple(s // kind.itemsize for s in strides),
     )
 
@@ -392,6 +475,7 @@ def to_library(view: ArrayView, like: Any) -> Any:
     NumPy for NumPy and plain Python values, CuPy for CuPy, through ``from_dlpack`` for any other library that has it, else
     the view itself.
     """
+    view = as_view(view)
     library = type(like).__module__.partition(".")[0]
     if library in ("numpy", "builtins", "cupy"):
         return provider(view.device).native(view)
@@ -403,7 +487,7 @@ def to_library(view: ArrayView, like: Any) -> Any:
 
 def as_sizes(shape: int | Sequence[int]) -> Shape:
     """A shape argument as a tuple; ShapeError for negative or non-integer entries."""
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not all(isinstance(n, int | np.integer) and n >= 0 for n in sizes):
-        raise ShapeError(expected("shape", "shape", shape, "non-negative integers"))
-    return tuple(int(n) for n in sizes)
+    extents = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str | bytes) else (shape,)
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) and 0 <= n < 2**63 for n in extents):
+        raise ShapeError(expected("shape", "shape", shown(shape), "non-negative integers"))
+    return tuple(int(n) for n in extents)

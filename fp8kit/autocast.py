@@ -97,7 +97,8 @@ class autocast(ContextDecorator):
         self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
         check_finite: bool | None = None,
     ) -> None:
-        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", check_finite or False)):
+        checking = False if check_finite is None else check_finite
+        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", checking)):
             if not isinstance(flag, bool):
                 raise RecipeError(expected("autocast", name, repr(flag), "a bool"))
         if recipe is not None and not isinstance(recipe, Recipe):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fp8kit.arrays import ArrayView
 
 VERSION = (1, 1)
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY, of DLManagedTensorVersioned.flags
 
 # DLDeviceType: kDLCPU = 1, kDLCUDA = 2, kDLCUDAHost = 3, kDLVulkan = 7, kDLMetal = 8, kDLROCM = 10, kDLCUDAManaged = 13, kDLOneAPI = 14
 _DEVICE_CODES = {"cpu": 1, "cuda": 2, "vulkan": 7, "metal": 8, "rocm": 10, "oneapi": 14}
@@ -123,12 +124,14 @@ def export(view: ArrayView, max_version: tuple[int, int] | None) -> object:
     are NumPy's, made over the same address with integers of the same width; only device and element type are written in after. Python
     code as a deleter would not do: it may be called while an exception is pending, or after the interpreter has shut down.
 
-    Raises FormatError for float4 (DLPack packs two codes a byte, fp8kit keeps one), BackendError for a device that DLPack lacks.
+    Raises FormatError for float4 (DLPack packs two codes a byte, fp8kit keeps one), BackendError for a device that DLPack lacks, and
+    BufferError for read-only memory where the consumer takes no version, as the older capsule cannot say it.
     """
     kind = view.dtype
     if kind.dlpack[1] < 8:
         raise FormatError(expected("dlpack", "dtype", kind.name, "a type of at least 8 bits; export its codes as uint8"))
     stand_in = array_at(view.ptr, view.shape, view.strides, np.dtype(f"u{kind.itemsize}"), (view.owner,))
+    stand_in.flags.writeable = view.writable
     versioned = max_version is not None and tuple(max_version) >= (1, 0)
     capsule = stand_in.__dlpack__(max_version=VERSION) if versioned else stand_in.__dlpack__()
     tensor = _managed(capsule)[0].dl_tensor
@@ -162,20 +165,22 @@ def import_(array: Any) -> ArrayView:
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
     _capsule_rename(capsule, _CAPSULES[name][1])
-    owner = _Borrowed(ctypes.addressof(managed), managed.deleter)
+    read_only = isinstance(managed, DLManagedTensorVersioned) and bool(managed.flags & _READ_ONLY)
+    owner = Borrowed(ctypes.addressof(managed), managed.deleter, read_only)
     view = arrays.ArrayView((tensor.data or 0) + tensor.byte_offset, shape, kind, where, owner, strides)
     if strides is not None and view.contiguous:
         view = view.reshape(*shape)
     return view
 
 
-class _Borrowed:
-    """Another library's memory: calls the producer's deleter, once, when collected."""
+class Borrowed:
+    """Another library's memory: calls the producer's deleter, once, when collected. ``read_only``: the producer said so."""
 
-    __slots__ = ("_address", "_deleter")
+    __slots__ = ("_address", "_deleter", "read_only")
 
-    def __init__(self, address: int, deleter: int | None) -> None:
+    def __init__(self, address: int, deleter: int | None, read_only: bool = False) -> None:
         self._address = address
+        self.read_only = read_only
         self._deleter: Callable[[int], None] | None = _Deleter(deleter) if deleter else None
 
     def __del__(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats
+from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import CannotTake, block_shapes
@@ -50,7 +51,8 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     if not view.dtype.floating:
         raise FormatError(expected("quantize", "x", view.dtype.name, "float32, bfloat16, float16 or float64"))
     if not isinstance(format, Format):
-        raise FormatError(expected("quantize", "format", repr(format), "a fp8kit Format such as E4M3"))
+        raise FormatError(expected("quantize", "format", shown(format), "a fp8kit Format such as E4M3"))
+    saturate = flag("quantize", "saturate", saturate, FormatError)
     if not saturate and format.nan_code is None:
         raise FormatError(expected("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True"))
     where = view.device
@@ -93,6 +95,8 @@ class Float8Tensor:
 
     def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
         codes = arrays.as_view(data)
+        if not isinstance(format, Format):
+            raise FormatError(expected("Float8Tensor", "format", shown(format), "a fp8kit Format such as E4M3"))
         if codes.dtype is not formats.uint8 and codes.dtype.format != format:
             raise FormatError(expected("Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}"))
         if not codes.contiguous:
@@ -167,6 +171,9 @@ class Float8Tensor:
         Raises FormatError for formats other than E4M3 and E5M2, for E5M2 times E5M2, and for one operand scaled by rows and one by the
         tensor, or along K; ShapeError where the inner sizes differ.
         """
+        if not isinstance(other, Float8Tensor):
+            raise FormatError(expected("matmul", "other", shown(other), "a Float8Tensor"))
+        fast_accumulate = flag("matmul", "fast_accumulate", fast_accumulate, FormatError)
         if other.ndim != 2 or self.ndim < 1 or self.shape[-1] != other.shape[0]:
             raise ShapeError(expected("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)"))
         pair = (self.format, other.format)
@@ -295,21 +302,21 @@ def _copied(view: ArrayView) -> ArrayView:
 
 def _tiling(scaling: str, shape: Shape) -> tuple[tuple[int, int], Shape]:
     """Tile size, and the shape of one value a tile."""
-    if scaling not in _TILES:
-        raise FormatError(expected("quantize", "scaling", repr(scaling), f"one of {', '.join(_TILES)}"))
+    choice("quantize", "scaling", scaling, _TILES, FormatError)
     tile = _TILES[scaling](*shape)
     grid = tuple(max(1, -(-n // t)) for n, t in zip(shape, tile, strict=True))
     return tile, (1,) if scaling == "tensor" else grid
 
 
 def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
-    if rounding not in ("nearest", "stochastic"):
-        raise FormatError(expected("quantize", "rounding", repr(rounding), '"nearest" or "stochastic"'))
+    choice("quantize", "rounding", rounding, ("nearest", "stochastic"), FormatError)
     if (rng is None) != (rounding == "nearest"):
         raise FormatError(expected("quantize", "rng", rng, 'int64 (seed, offset) with "stochastic", None with "nearest"'))
     if rng is None:
         return None
-    state = arrays.as_view(np.array(rng, np.int64) if isinstance(rng, tuple | list) else rng)
+    if isinstance(rng, tuple | list):
+        rng = np.array([integer("quantize", "rng", value, -(2**63), 2**63 - 1, FormatError) for value in rng], np.int64)
+    state = arrays.as_view(rng)
     if state.dtype is not formats.int64 or state.size != 2:
         raise FormatError(expected("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)"))
     return arrays.to(arrays.contiguous(state), where)
@@ -317,9 +324,13 @@ def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
 
 def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
     plain = isinstance(scale, int | float | np.generic | list | tuple)
-    view = arrays.as_view(np.asarray(scale, np.float32) if plain else scale)
+    try:
+        with np.errstate(over="ignore"):
+            view = arrays.as_view(np.asarray(scale, np.float32) if plain else scale)
+    except (TypeError, ValueError, OverflowError):
+        raise FormatError(expected("quantize", "scale", shown(scale), "numbers, or an array of float32")) from None
     if plain and not (np.isfinite(view.numpy()) & (view.numpy() > 0)).all():
-        raise FormatError(expected("quantize", "scale", repr(scale), "finite positive numbers"))
+        raise FormatError(expected("quantize", "scale", shown(scale), "finite positive numbers"))
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
     if view.dtype is not formats.float32:

@@ -14,6 +14,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
+from fp8kit.arguments import flag, integer, shown
 from fp8kit.errors import FormatError, expected
 
 Special = Literal["ieee", "fn", "none"]
@@ -39,9 +40,14 @@ class Format:
     zero: bool = True
 
     def __post_init__(self) -> None:
+        integer("Format", "exponent_bits", self.exponent_bits, -8, 64, FormatError)
+        integer("Format", "mantissa_bits", self.mantissa_bits, -8, 64, FormatError)
+        integer("Format", "bias", self.bias, -1, 1023, FormatError)
+        for name in ("signed", "zero"):
+            object.__setattr__(self, name, flag("Format", name, getattr(self, name), FormatError))
         if self.bias < 0:
-            object.__setattr__(self, "bias", 2 ** (self.exponent_bits - 1) - 1)
-        if self.special not in ("ieee", "fn", "none"):
+            object.__setattr__(self, "bias", 2 ** max(self.exponent_bits - 1, 0) - 1)
+        if not isinstance(self.special, str) or self.special not in ("ieee", "fn", "none"):
             raise FormatError(expected("Format", "special", repr(self.special), '"ieee", "fn" or "none"'))
         if self.exponent_bits < 1 or self.mantissa_bits < 0 or self.bits > 8:
             got = f"E{self.exponent_bits}M{self.mantissa_bits}, {self.bits} bits"
@@ -50,6 +56,8 @@ class Format:
             raise FormatError(expected("Format", self.name, "1 exponent bit", 'at least 2 with special="ieee"'))
         if self.special == "ieee" and self.mantissa_bits < 1:
             raise FormatError(expected("Format", self.name, "no mantissa bit", 'special="fn" or "none": no code is left for NaN'))
+        if not self.max > 0:
+            raise FormatError(expected("Format", self.name, "no value above 0", "at least one"))
 
     @property
     def bits(self) -> int:
@@ -188,18 +196,20 @@ def dtype(value: object) -> DType:
         return DTYPES[name]
     try:
         return _BY_NUMPY[np.dtype(value)]  # type: ignore[call-overload]
-    except (TypeError, KeyError):
-        raise FormatError(expected("dtype", "value", repr(value), f"one of {', '.join(DTYPES)}")) from None
+    except (TypeError, KeyError, ValueError, SyntaxError):
+        raise FormatError(expected("dtype", "value", shown(value), f"one of {', '.join(DTYPES)}")) from None
 
 
 def dtype_from_dlpack(code: int, bits: int) -> DType:
     """The DType of a DLPack (type code, bits) pair; FormatError where fp8kit has none."""
     try:
         return _BY_DLPACK[(code, bits)]
-    except KeyError:
+    except (KeyError, TypeError):
         raise FormatError(expected("dlpack", "dtype", f"type code {code}, {bits} bits", "a type in fp8kit.formats.DTYPES")) from None
 
 
 def dtype_of_format(fmt: Format) -> DType | None:
-    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format."""
+    """The array dtype whose elements are codes of ``fmt``, None for a user-defined format. FormatError for what is no Format."""
+    if not isinstance(fmt, Format):
+        raise FormatError(expected("dtype_of_format", "fmt", shown(fmt), "a Format"))
     return next((d for d in DTYPES.values() if d.format == fmt), None)

@@ -97,7 +97,7 @@ class _Strict:
         for name in names:
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise self._refuse(name, f"a {kind.__name__}")
+                raise self._refuse(name, {bool: "a bool", int: "an int"}.get(kind, f"an instance of {kind.__name__}"))
 
     def _not_yet(self, **only: object) -> None:
         """Refuse fields that have another value than the only one that is carried out so far."""
@@ -253,7 +253,8 @@ class DelayedScaling(Recipe):
             raise self._refuse("margin", "an int >= 0")
         if self.amax_history_len < 1:
             raise self._refuse("amax_history_len", "an int >= 1")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+        algo = self.amax_compute_algo
+        if not callable(algo) and not (isinstance(algo, str) and algo in ("max", "most_recent")):
             raise self._refuse("amax_compute_algo", '"max", "most_recent" or a callable')
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise self._refuse("scaling_factor_compute_algo", "None or a callable")

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import safetensors
 
-from fp8kit import arrays, formats
+from fp8kit import arguments, arrays, formats
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import CheckpointError, expected
+from fp8kit.errors import CheckpointError, FormatError, expected
 
 HostArray = np.ndarray[Any, Any]
 _BESIDE = ".tmp"
@@ -58,11 +58,14 @@ class Bundle:
     """
 
     def __init__(self, **parts: Part) -> None:
+        for name, part in parts.items():
+            if not callable(getattr(_stateful("Bundle", part), "check_state_dict", None)):
+                raise CheckpointError(expected("Bundle", name, arguments.shown(part), "something with check_state_dict"))
         self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
         """The parts' arrays under their names."""
-        return {f"{part}/{name}": array for part, thing in self.parts.items() for name, array in thing.state_dict().items()}
+        return {f"{part}/{name}": value for part, thing in self.parts.items() for name, value in thing.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what ``state_dict`` gave. CheckpointError, naming the part, where one does not fit; then all are as they were."""
@@ -70,11 +73,12 @@ class Bundle:
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
         """Check what ``state_dict`` gave, and return what takes it over. CheckpointError as ``load_state_dict``."""
+        strict = arguments.flag("load", "strict", strict, CheckpointError)
         split: dict[str, dict[str, Any]] = {part: {} for part in self.parts}
-        for name, array in state.items():
+        for name, value in mapping("load", state).items():
             part, slash, rest = name.partition("/")
             if slash and part in split:
-                split[part][rest] = array
+                split[part][rest] = value
             elif strict:
                 raise CheckpointError(f"load: unexpected: {name}")
         takers = []
@@ -98,13 +102,13 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     the file's header. The file appears whole or not at all: it is written beside, flushed to the disk and renamed. Raises
     CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(expected("save", "path", type(path).__name__, "a path: save(path, module)"))
-    target = Path(path)
-    if not target.parent.is_dir():
+    target = Path(arguments.path("save", path))
+    if not target.parent.is_dir() or target.is_dir():
         raise CheckpointError(expected("save", "path", str(target), "a file in a folder that exists"))
-    state = module if isinstance(module, Mapping) else module.state_dict()
+    state = module if isinstance(module, Mapping) else _stateful("save", module).state_dict()
     host = {str(name): _host(str(name), array) for name, array in state.items()}
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise CheckpointError(expected("save", "metadata", arguments.shown(metadata), "a mapping of strings to strings"))
     texts = dict(metadata or {})
     for name, text in texts.items():
         if not isinstance(name, str) or not isinstance(text, str):
@@ -129,10 +133,13 @@ def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], str
     error; otherwise they are left alone. Raises CheckpointError, naming what is wrong: no such file, not a safetensors file,
     truncated, missing or unexpected names, another shape or dtype.
     """
+    strict = arguments.flag("load", "strict", strict, CheckpointError)
+    if not isinstance(module, Mapping):
+        _stateful("load", module)
     state, metadata = read(path)
     try:
         if isinstance(module, Mapping):
-            assign({name: arrays.as_view(array) for name, array in module.items()}, state, strict)
+            assign({name: array("load", name, value) for name, value in mapping("load", module).items()}, state, strict)
         else:
             module.load_state_dict(state, strict)
     except CheckpointError as error:
@@ -142,13 +149,14 @@ def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], str
 
 def sweep(path: str | os.PathLike[str]) -> None:
     """Remove what killed saves to ``path`` left beside it. Not while another process saves there."""
-    target = Path(path)
+    target = Path(arguments.path("sweep", path))
     for beside in target.parent.glob(f".{glob.escape(target.name)}.*{_BESIDE}"):
         beside.unlink(missing_ok=True)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
     """The arrays and the metadata of a file, on the host. CheckpointError as ``load``."""
+    path = arguments.path("load", path)
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -177,12 +185,12 @@ def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: boo
     for name, target in wanted.items():
         if name not in state:
             continue
-        view = arrays.as_view(state[name])
+        view = array("load", name, state[name])
         if view.shape != target.shape or view.dtype is not target.dtype:
             faults.append(f"{name}: got {view.dtype.name} {view.shape}, expected {target.dtype.name} {target.shape}")
         if not target.contiguous:
             faults.append(f"{name}: loads into an array of strides {target.strides}, expected a C-contiguous one")
-        if isinstance(target.owner, np.ndarray) and not target.owner.flags.writeable:
+        if not target.writable:
             faults.append(f"{name}: loads into a read-only array, expected a writable one")
         found[name] = view
     if faults:
@@ -197,8 +205,32 @@ def assign(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bo
         arrays.copy(wanted[name], arrays.contiguous(view))
 
 
-def _host(name: str, array: Any) -> HostArray:
-    view = arrays.as_view(array)
+def _stateful(operation: str, module: Any) -> Any:
+    """The module itself; CheckpointError unless it has a state."""
+    has = all(callable(getattr(module, name, None)) for name in ("state_dict", "load_state_dict"))
+    if isinstance(module, type) or not has:
+        wanted = "a module, an optimiser, or a mapping of names to arrays"
+        raise CheckpointError(expected(operation, "module", arguments.shown(module), wanted))
+    return module
+
+
+def mapping(operation: str, state: Any) -> Mapping[str, Any]:
+    """A state as it is; CheckpointError unless it is a mapping of names to arrays."""
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise CheckpointError(expected(operation, "state", arguments.shown(state), "a mapping of names to arrays"))
+    return state
+
+
+def array(operation: str, name: str, value: Any) -> ArrayView:
+    """An entry of a state as a view; CheckpointError that names it where it is no array."""
+    try:
+        return arrays.as_view(value)
+    except FormatError as error:
+        raise CheckpointError(expected(operation, name, arguments.shown(value), f"an array ({error})")) from None
+
+
+def _host(name: str, value: Any) -> HostArray:
+    view = array("save", name, value)
     if view.dtype not in _CODES.values():
         raise CheckpointError(expected("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has"))
     return np.ascontiguousarray(view.numpy()).reshape(view.shape)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
-from fp8kit.autograd.tensors import Tensor, owned
+from fp8kit.autograd.tensors import Tensor, owned, unchanged
 from fp8kit.errors import AutogradError, ShapeError, expected
 
 
@@ -29,7 +30,8 @@ class Function:
     ``forward(context, *inputs)`` gets the inputs in their device's library (NumPy or CuPy; what is no Tensor comes as it is) and returns
     one array or a tuple. ``backward(context, *cotangents)`` gets an array per output, not to be written to (others may share it), and
     returns one per input (None where there is no gradient), of the input's shape and dtype. A class without ``backward`` raises
-    AutogradError when a gradient is wanted.
+    AutogradError when a gradient is wanted; so does backward where an input or output that was ``context.save``d was changed in place by
+    its Tensor since.
     """
 
     @staticmethod
@@ -50,23 +52,41 @@ class Function:
         unrecorded = tape.probe()
         if unrecorded is not None:
             unrecorded.wanted |= any(tracked)
+            unrecorded.used += [unchanged(cls.__name__, f"input {i}", x) for i, x in enumerate(inputs) if tracked[i]]
         if recorded and cls.backward is Function.backward:
             raise AutogradError(f"{cls.__name__}: has no backward, but input {tracked.index(True)} requires a gradient")
         context = Context()
+        handed = [x.data if isinstance(x, Tensor) else x for x in inputs]
         with tape.no_grad():
-            out = cls.forward(context, *[x.data if isinstance(x, Tensor) else x for x in inputs])
+            out = cls.forward(context, *handed)
         several = isinstance(out, tuple)
-        results = [Tensor(arrays.as_view(o)) for o in (out if several else (out,))]
+        outs = out if several else (out,)
+        results = [cls._result(o, inputs, handed) for o in outs]
         if recorded:
-            cls._record(context, inputs, tracked, results)
+            kept = {id(value) for value in context.saved}
+            watched = [unchanged(cls.__name__, f"input {i}", x) for i, (x, h) in enumerate(zip(inputs, handed, strict=True))
+                       if isinstance(x, Tensor) and id(h) in kept]
+            watched += [unchanged(cls.__name__, f"output {i}", r) for i, (r, o) in enumerate(zip(results, outs, strict=True))
+                        if id(o) in kept]
+            cls._record(context, inputs, tracked, results, watched)
         return tuple(results) if several else results[0]
 
+    @staticmethod
+    def _result(out: Any, inputs: tuple[Any, ...], handed: list[Any]) -> Tensor:
+        """A Tensor over an output; one that is an input's array shares its count of changes."""
+        result = Tensor(arrays.as_view(out))
+        source = next((x for x, h in zip(inputs, handed, strict=True) if isinstance(x, Tensor) and h is out), None)
+        return result if source is None else source._sharing(result)
+
     @classmethod
-    def _record(cls, context: Context, inputs: tuple[Any, ...], tracked: list[bool], results: list[Tensor]) -> None:
+    def _record(cls, context: Context, inputs: tuple[Any, ...], tracked: list[bool], results: list[Tensor],
+                watched: list[Callable[[], None]]) -> None:
         edges = [x.edge() if t else None for x, t in zip(inputs, tracked, strict=True)]
         metas = [(r.view.shape, r.view.dtype, r.view.device) for r in results]
 
         def backward(cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
+            for check in watched:
+                check()
             filled = [arrays.zeros(*meta) if g is None else g for g, meta in zip(cotangents, metas, strict=True)]
             with tape.no_grad():
                 grads = cls.backward(context, *[arrays.provider(g.device).native(g) for g in filled])

@@ -13,9 +13,9 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
-from fp8kit.autograd.tensors import Tensor, owned, unchanged
+from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
-from fp8kit.errors import AutogradError, BackendError, expected
+from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
 from fp8kit.spec import Meta, Operation, Plan
 
@@ -102,6 +102,7 @@ def apply(
     given: Mapping[str, ArrayView] = _NOTHING,
     late: Mapping[str, ArrayView] = _NOTHING,
     finish: Finish | None = None,
+    owner: object = None,
 ) -> dict[str, Tensor]:
     """Run an operation on tensors and record it.
 
@@ -109,6 +110,7 @@ def apply(
     * ``given``: buffers to use for outputs and backward outputs instead of fresh ones, such as a history's row for an amax.
     * ``late``: what backward reads beside the kept inputs, with the values it has then (the gradients' scales).
     * ``finish``: (function, item), called once after a whole backward walk; see ``tape.Node``.
+    * ``owner``: the object whose attributes the parameters are: errors call them by the attributes' names.
 
     Returns the outputs by name. Raises what ``infer`` raises, and BackendError when the inputs live on different devices.
     """
@@ -131,13 +133,18 @@ def apply(
         if device is None:
             device = view.device
         elif view.device != device:
-            raise BackendError(expected(operation.name, name, f"device {view.device}", f"device {device}, where the other inputs are"))
+            argument = name_in(owner, name, value)
+            raise BackendError(expected(operation.name, argument, f"device {view.device}", f"device {device}, where the other inputs are"))
     assert device is not None
     wanted = tuple(needs)
     unrecorded = tape.probe()
     if unrecorded is not None:
-        _tell(unrecorded, operation.name, inputs)
-    ready = plan_for(operation, spec, views, wanted, dispatch.kernels(device))
+        _tell(unrecorded, operation.name, inputs, owner)
+    kernels = dispatch.kernels(device)
+    try:
+        ready = plan_for(operation, spec, views, wanted, kernels)
+    except (ShapeError, FormatError) as error:
+        raise _renamed(error, operation.name, inputs, owner) from None
     plan = ready.plan
     signature = plan.signature
     outputs = allocate(signature.outputs, device, given)
@@ -145,20 +152,34 @@ def apply(
     operation.forward(plan, views, outputs, saved, ready.scratch.carve(device), arrays.current_stream(device))
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
-        results[name] = Tensor(views[source])  # type: ignore[arg-type]
+        results[name] = _passed(inputs[source], views[source])
     watcher = tape.watcher()
     where = None if watcher is None else watcher.forward(operation.name, inputs, results)
     if wanted:
-        _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish, watcher, where)
+        _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish, watcher, where, owner)
     return results
 
 
-def _tell(unrecorded: tape.Probe, name: str, inputs: Mapping[str, Any]) -> None:
+def _passed(value: Tensor | ArrayView | None, view: ArrayView | None) -> Tensor:
+    """An output that is the input ``value``, whose view is ``view``: changes in place of one are changes of the other."""
+    assert view is not None
+    return value._sharing(Tensor(view)) if isinstance(value, Tensor) and value.view is view else Tensor(view)
+
+
+def _renamed(error: ShapeError | FormatError, operation: str, inputs: Mapping[str, Any], owner: object) -> ShapeError | FormatError:
+    """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input."""
+    start, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
+    if start != operation or argument not in inputs:
+        return error
+    return type(error)(f"{operation}: {name_in(owner, argument, inputs[argument])}: {rest}")
+
+
+def _tell(unrecorded: tape.Probe, name: str, inputs: Mapping[str, Any], owner: object) -> None:
     """Say what the tape would have recorded of an operation."""
     for argument, value in inputs.items():
         if isinstance(value, Tensor) and value.requires_grad:
             unrecorded.wanted = True
-            unrecorded.used.append(unchanged(name, argument, value))
+            unrecorded.used.append(unchanged(name, argument, value, owner))
 
 
 def _record(
@@ -176,6 +197,7 @@ def _record(
     finish: Finish | None,
     watcher: tape.Watcher | None,
     where: Any,
+    owner: object,
 ) -> None:
     plan, signature = ready.plan, ready.plan.signature
     for name in wanted:
@@ -183,7 +205,7 @@ def _record(
             raise AutogradError(f"{operation.name}: no gradient rule for its input {name!r}, which requires a gradient")
     kept: dict[str, ArrayView | None] = {name: views[name] if name in views else outputs.get(name) for name in signature.kept}
     kept.update(late)
-    watched = [unchanged(operation.name, name, inputs[name]) for name in signature.kept if isinstance(inputs.get(name), Tensor)]
+    watched = [unchanged(operation.name, name, inputs[name], owner) for name in signature.kept if isinstance(inputs.get(name), Tensor)]
     watched += [unchanged(operation.name, name, results[name]) for name in signature.kept if name in results]
     names = [
         name for name, result in results.items() if result.dtype.floating and (name in signature.passes or not signature.outputs[name].zero)

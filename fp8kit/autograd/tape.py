@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from typing import Any, NamedTuple, Protocol
 
+from fp8kit.arguments import flag
 from fp8kit.errors import AutogradError
 
 _SEQUENCE = itertools.count()
@@ -210,8 +211,8 @@ class set_grad_enabled:
     """Record the forward pass or not; holds from now on, or until the end of a ``with`` block."""
 
     def __init__(self, enabled: bool) -> None:
-        self._before = _MODE.enabled
-        _MODE.enabled = bool(enabled)
+        wanted = flag("set_grad_enabled", "enabled", enabled)
+        self._before, _MODE.enabled = _MODE.enabled, wanted
 
     def __enter__(self) -> None:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays, formats
+from fp8kit.arguments import flag, function, shown
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import tape
 from fp8kit.autograd.tape import Edge, Node
@@ -51,6 +52,10 @@ class Tensor:
     __slots__ = ("__weakref__", "_edge", "_hooks", "_version", "grad", "requires_grad", "view")
 
     def __init__(self, view: ArrayView, requires_grad: bool = False) -> None:
+        if type(view) is not ArrayView:
+            view = arrays.as_view(view)
+        if requires_grad is not False:
+            requires_grad = flag("tensor", "requires_grad", requires_grad)
         if requires_grad and not view.dtype.floating:
             raise FormatError(expected("tensor", "requires_grad", f"True for dtype {view.dtype.name}", "a floating dtype"))
         self.view = view
@@ -82,11 +87,15 @@ class Tensor:
 
     @property
     def data(self) -> Any:
-        """The array in its device's library (NumPy or CuPy), sharing memory."""
+        """The array in its device's library (NumPy or CuPy), sharing memory.
+
+        What is written through it no count sees: in-place detection (``copy_``, ``add_``, ``zero_``, optimisers, loading) is told by the
+        tensor, and backward would use values written here without a word. The same holds for ``numpy()`` and for DLPack's consumers.
+        """
         return arrays.provider(self.view.device).native(self.view)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array on the host: the same memory on the CPU, a copy from a GPU."""
+        """The array on the host: the same memory on the CPU, a copy from a GPU. What is written through it no count sees; see ``data``."""
         return self.view.numpy()
 
     def item(self) -> float:
@@ -115,8 +124,10 @@ class Tensor:
         """Take the values of an array of the same shape and any floating dtype (or the same one), in place. Returns the tensor.
 
         AutogradError while recording, if this or ``source`` requires a gradient: changes in place have none; use ``no_grad``. ShapeError
-        or FormatError where the values do not fit.
+        or FormatError where the values do not fit, FormatError where the tensor's memory is read-only.
         """
+        if not self.view.writable:
+            raise FormatError(expected("copy_", "tensor", "read-only memory", "memory that may be written"))
         view = source.view if isinstance(source, Tensor) else arrays.as_view(source)
         if tape.is_grad_enabled() and (self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)):
             raise AutogradError("copy_: a change in place is not recorded, and a gradient is required here; use no_grad()")
@@ -127,6 +138,8 @@ class Tensor:
         view = arrays.to(view, self.device)
         if view.dtype is self.dtype and self.view.contiguous:
             arrays.copy(self.view, arrays.contiguous(view))
+        elif view.dtype is self.dtype:
+            arrays.assign(self.view, view)
         else:
             dispatch.kernels(self.device).copy(view, self.view, arrays.current_stream(self.device))
         self.version().count += 1
@@ -135,7 +148,7 @@ class Tensor:
     def add_(self, other: Any) -> Tensor:
         """``copy_(self + other)``; the same shape and dtype. Errors as ``copy_``."""
         with tape.no_grad():
-            total = self.detach() + (other.detach() if isinstance(other, Tensor) else other)
+            total = self.detach() + (other.detach() if isinstance(other, Tensor) else arrays.as_view(other))
         return self.copy_(total if not (isinstance(other, Tensor) and other.requires_grad) else Tensor(total.view, True))
 
     def zero_(self) -> Tensor:
@@ -147,8 +160,10 @@ class Tensor:
     def register_hook(self, hook: Callable[[ArrayView], Any]) -> HookHandle:
         """Call ``hook`` with this tensor's whole gradient each time that a backward pass has summed it, an ArrayView that must not be
         changed. What it returns, an array of the same shape and dtype, goes on in its place; None leaves it. Returns a handle whose
-        ``remove()`` ends it. AutogradError where no gradient is wanted.
+        ``remove()`` ends it. AutogradError where no gradient is wanted, Fp8kitError for a hook that
+        cannot be called.
         """
+        function("register_hook", "hook", hook)
         edge = self.edge()
         if edge is None:
             raise AutogradError("register_hook: this tensor requires no gradient")
@@ -194,6 +209,7 @@ class Tensor:
         here was recorded, ShapeError or FormatError for a gradient that does not fit.
         """
         edge = self.edge()
+        retain_graph = flag("backward", "retain_graph", retain_graph)
         if edge is None:
             raise AutogradError("backward: this tensor was computed without anything that requires a gradient, or under no_grad")
         if gradient is None:
@@ -210,9 +226,9 @@ class Tensor:
         root = owned(edge, arrays.to(arrays.contiguous(view), self.device))
         tape.run([(edge, root)], add_views, retain_graph)
 
-    def reshape(self, *shape: int) -> Tensor:
+    def reshape(self, *shape: Any) -> Tensor:
         """The same memory under another shape (one -1 is worked out); ShapeError when the sizes differ, or not C-contiguous."""
-        view = self.view.reshape(*arrays.as_sizes(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        view = self.view.reshape(*(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape))
         before = self.shape
         return self._sharing(record("reshape", [self], view, lambda g: [g.reshape(*before)]))
 
@@ -276,6 +292,9 @@ _ADD = AddSpec()
 def add_views(a: ArrayView, b: ArrayView) -> ArrayView:
     """a + b in a fresh array: how cotangents that meet are summed."""
     a, b = arrays.contiguous(a), arrays.contiguous(b)
+    if a.dtype is formats.float64:  # a user's function's: the kernel adds in float32
+        native = arrays.provider(a.device).native
+        return arrays.as_view(np.asarray(native(a) + native(b)) if a.device.kind == "cpu" else native(a) + native(b))
     out = arrays.empty(a.shape, a.dtype, a.device)
     dispatch.kernels(a.device).add(a, b, out, arrays.current_stream(a.device))
     return out
@@ -295,16 +314,24 @@ def fresh(view: ArrayView) -> ArrayView:
     return own
 
 
-def unchanged(operation: str, argument: str, value: Tensor) -> Callable[[], None]:
-    """A function that raises AutogradError when ``value`` was changed in place since now."""
+def name_in(owner: object, name: str, value: Any) -> str:
+    """The user's name of an operation's input: the owner's attribute that holds it. A module's ``x`` is its argument ``inp``."""
+    if owner is None:
+        return name
+    own = next((attribute for attribute, held in vars(owner).items() if held is value), None)
+    return own if own is not None else "inp" if name == "x" else name
+
+
+def unchanged(operation: str, argument: str, value: Tensor, owner: object = None) -> Callable[[], None]:
+    """A function that raises AutogradError when ``value`` was changed in place since now; ``owner`` as in ``name_in``."""
     version = value.version()
     then = version.count
 
     def check() -> None:
         if version.count != then:
             raise AutogradError(
-                f"{operation}: {argument}: got a value changed in place since the forward pass (version {version.count}), "
-                f"expected it as backward needs it (version {then})"
+                f"{operation}: {name_in(owner, argument, value)}: got a value changed in place since the forward pass "
+                f"(version {version.count}), expected it as backward needs it (version {then})"
             )
 
     return check
@@ -329,19 +356,36 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
 
     A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no array.
     """
-    if isinstance(array, Tensor):
-        array = array.view
+    source = array if isinstance(array, Tensor) else None
+    if source is not None:
+        array = source.view
     if isinstance(array, int | float | list | tuple):
-        array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype).numpy)
+        try:
+            array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype).numpy)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise FormatError(expected("tensor", "array", shown(array), f"nested numbers of one length ({error})")) from None
         if dtype is None and array.dtype == np.float64:
             array = array.astype(np.float32)
         if device is None:
             device = dispatch.default_device()
     view = arrays.as_view(array)
     if dtype is not None and formats.dtype(dtype) is not view.dtype:
+        view = _convertible(view, formats.dtype(dtype))
         out = arrays.empty(view.shape, formats.dtype(dtype), view.device)
         dispatch.kernels(view.device).copy(view, out, arrays.current_stream(view.device))
         view = out
     if device is not None:
         view = arrays.to(view, arrays.device(device))
-    return Tensor(view, requires_grad)
+    made = Tensor(view, requires_grad)
+    return made if source is None or view is not source.view else source._sharing(made)
+
+
+def _convertible(view: ArrayView, kind: DType) -> ArrayView:
+    """A view that the copy kernel turns into ``kind``: float64 goes through float32, as in ``quantize``. FormatError for others."""
+    if view.dtype is formats.float64:
+        with np.errstate(over="ignore"):
+            view = arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))
+    if view.dtype not in formats.HIGH_PRECISION or kind not in formats.HIGH_PRECISION:
+        wanted = "float64, float32, bfloat16 or float16 to become one of the last three"
+        raise FormatError(expected("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted))
+    return arrays.contiguous(view)

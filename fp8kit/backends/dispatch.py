@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fp8kit import arrays, settings
+from fp8kit.arguments import choice
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import policy as policies
 from fp8kit.backends.policy import SelectionPolicy, Switch
@@ -162,8 +163,8 @@ def use_backend(name: str | None) -> Switch:
 
     ``name`` is "reference" or "cuda", None lifts the restriction. Holds from now on; as ``with fk.use_backend(...):`` for a block.
     """
-    if name is not None and name not in _ENGINES:
-        raise BackendError(expected("use_backend", "name", repr(name), f"one of {', '.join(_ENGINES)} or None"))
+    if name is not None:
+        choice("use_backend", "name", name, _ENGINES, BackendError)
     return Switch(backend=name)
 
 

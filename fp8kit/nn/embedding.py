@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from fp8kit.arguments import number
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.nn import random
 from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
-from fp8kit.nn.random import Init, normal_init
+from fp8kit.nn.random import Init, init_of
 from fp8kit.ops import cross_entropy as loss_op
 from fp8kit.ops.dropout_add import DropoutAddSpec, dropout_add
 from fp8kit.ops.embedding import EmbeddingSpec, embedding
@@ -22,12 +23,13 @@ class Embedding(Module):
                  device: Any = None) -> None:
         positive("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         dtype, where = resolve("Embedding", params_dtype, device)
-        self.weight = make_parameter((num_embeddings, embedding_dim), init_method or normal_init(), dtype, where)
+        init = init_of("Embedding", "init_method", init_method)
+        self.weight = make_parameter((num_embeddings, embedding_dim), init, dtype, where)
         self._spec = EmbeddingSpec(num_embeddings, embedding_dim, dtype)
 
     def forward(self, ids: Any) -> Tensor:
         """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range gives NaN. Returns (*ids.shape, embedding_dim)."""
-        return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight})["y"]
+        return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight}, owner=self)["y"]
 
 
 class Dropout(Module):
@@ -37,7 +39,7 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        self._p = DropoutAddSpec(1, float(p)).p
+        self._p = number("Dropout", "p", p, 1.0, FormatError)
 
     def forward(self, inp: Any) -> Tensor:
         """``inp``: h (..., N). Returns the same shape and dtype."""
@@ -46,7 +48,7 @@ class Dropout(Module):
             return x
         if not x.shape:
             raise ShapeError(expected("Dropout", "inp", "no dimension", "at least one"))
-        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x, "rng": random.next_rng(x.device)})["y"]
+        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x, "rng": random.next_rng(x.device)}, owner=self)["y"]
 
 
 @lru_cache(maxsize=1024)
@@ -69,5 +71,8 @@ def cross_entropy(logits: Any, targets: Any, reduction: str = "mean", label_smoo
     x = as_tensor("cross_entropy", "logits", logits)
     if not x.shape:
         raise ShapeError(expected("cross_entropy", "logits", "no dimension", "(..., classes)"))
-    spec = _loss_spec(x.shape[-1], reduction, float(label_smoothing), ignore_index)
+    try:
+        spec = _loss_spec(x.shape[-1], reduction, label_smoothing, ignore_index)
+    except TypeError:  # one that has no hash: refused by name
+        spec = loss_op.CrossEntropySpec(x.shape[-1], reduction, label_smoothing, ignore_index)
     return apply(loss_op.cross_entropy, spec, {"logits": x, "targets": as_tensor("cross_entropy", "targets", targets)})["loss"]

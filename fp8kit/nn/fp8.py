@@ -117,7 +117,7 @@ class Fp8Module(Module):
             raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
         state = current()
         if state is None or not (state.enabled or state.calibrating):
-            return apply(self.operation, self._spec(None, False, bias, options), inputs)
+            return apply(self.operation, self._spec(None, False, bias, options), inputs, owner=self)
         recipe, training = state.recipe, is_grad_enabled() or recompute.first()
         fp8 = fp8_from_recipe(recipe)
         kept = recompute.recall(self)
@@ -139,24 +139,24 @@ class Fp8Module(Module):
         recompute.keep(self, scales, cached)
         inputs = inputs if cached is None else inputs | cached
         spec = self._spec(fp8, is_first_microbatch is not None, bias, options)
-        return apply(self.operation, spec, {**inputs, **scales}, given, late, finish)
+        return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
 
     def _run_again(self, kept: recompute.Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
                    options: dict[str, Any]) -> dict[str, Tensor]:
         """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of gradients only are recorded.
         ``recipe`` None is high precision."""
         if recipe is None:
-            return apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs)
+            return apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs, owner=self)
         given, late, finish = _NONE, _NONE, None
         if recipe.delayed():
             wiring = self._wire(recipe, True)
             given, late, finish = wiring.given_again, wiring.late, wiring.finish
         spec = self._spec(fp8, kept.weights is not None, bias, options)
-        return apply(self.operation, spec, {**inputs, **(kept.weights or {}), **kept.scales}, given, late, finish)
+        return apply(self.operation, spec, {**inputs, **(kept.weights or {}), **kept.scales}, given, late, finish, self)
 
     def _run_calibrating(self, inputs: Inputs, recipe: Recipe, training: bool, bias: str, options: dict[str, Any]) -> dict[str, Tensor]:
         """In high precision; the amaxes that FP8 would have seen are recorded."""
-        outputs = apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs)
+        outputs = apply(self.operation, self._spec(None, False, bias, options | self.calibration_options), inputs, owner=self)
         if recipe.delayed():
             wiring = self._wire(recipe, True)
             state = self.fp8_meta["scaling_fwd"]
@@ -223,7 +223,7 @@ class Fp8Module(Module):
                     found = self._specs.get(key)
                     if found is None:
                         found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
-                    out = apply(weight_cast, found[0], own, given)
+                    out = apply(weight_cast, found[0], own, given, owner=self)
                     made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
             cache = self._weights = _WeightCache(fp8, made)
         return dict(cache.arrays)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.errors import Fp8kitError, expected
@@ -12,7 +13,7 @@ from fp8kit.formats import DType
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
 from fp8kit.nn.later import CONSTRUCTOR, later, not_yet
 from fp8kit.nn.module import Parameter, as_tensor, make_parameter, positive, resolve
-from fp8kit.nn.random import Init, normal_init
+from fp8kit.nn.random import Init, init_of
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8
@@ -21,17 +22,19 @@ from fp8kit.ops.quant import Fp8
 def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dict[str, int]:
     """Prefix of parameter names -> output features: {"": out_features} for None, equal parts for a tuple of names, or a mapping.
 
-    "query", "query_" both become "query_". Fp8kitError where the sizes do not add up.
+    "query", "query_" both become "query_". Fp8kitError where the sizes do not add up or a name is none.
     """
     if parameters_split is None:
         return {"": out_features}
+    if not isinstance(parameters_split, Mapping | tuple | list) or not all(isinstance(name, str) for name in parameters_split):
+        raise Fp8kitError(expected(operation, "parameters_split", shown(parameters_split), "names, or a mapping of names to sizes"))
     if isinstance(parameters_split, Mapping):
-        sizes = dict(parameters_split)
+        sizes = {name: integer(operation, f"parameters_split[{name!r}]", size, 1) for name, size in parameters_split.items()}
     else:
-        names = tuple(parameters_split)
-        sizes = {name: out_features // max(len(names), 1) for name in names}
+        sizes = {name: out_features // max(len(parameters_split), 1) for name in parameters_split}
     named = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
-    if not named or len(named) != len(sizes) or sum(named.values()) != out_features or min(named.values()) < 1:
+    names_fit = bool(named) and all(name.isidentifier() for name in named) and len(named) == len(parameters_split)
+    if not names_fit or sum(named.values()) != out_features or min(named.values()) < 1:
         wanted = f"different names whose sizes sum to {out_features}"
         raise Fp8kitError(expected(operation, "parameters_split", repr(parameters_split), wanted))
     return named
@@ -45,11 +48,11 @@ class LinearBase(Fp8Module):
         operation = type(self).__name__
         positive(operation, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = int(in_features), int(out_features)
-        self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
+        self.use_bias, self.return_bias, self.name = flag(operation, "bias", bias), flag(operation, "return_bias", return_bias), name
         self._split = split_sizes(operation, self.out_features, parameters_split)
         if self.return_bias and len(self._split) > 1:
             not_yet(operation, {"return_bias": (True, False)})
-        init = init_method or normal_init()
+        init = init_of(operation, "init_method", init_method)
         for prefix, size in self._split.items():
             setattr(self, f"{prefix}weight", make_parameter((size, self.in_features), init, dtype, where))
         if self.use_bias:

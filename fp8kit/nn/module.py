@@ -5,12 +5,11 @@ Parameters are attributes of type ``Parameter``, buffers of type ``ArrayView``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
-from fp8kit import arrays, formats, serialization
+from fp8kit import arguments, arrays, formats, serialization
+from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -106,8 +105,9 @@ class Module:
 
     def train(self: _Self, mode: bool = True) -> _Self:
         """Dropout is active (``mode``) or not, in the whole tree. Returns the module."""
+        training = flag(type(self).__name__, "mode", mode)
         for _, module in self.named_modules():
-            module.training = bool(mode)
+            module.training = training
         return self
 
     def eval(self: _Self) -> _Self:
@@ -115,7 +115,8 @@ class Module:
         return self.train(False)
 
     def apply(self: _Self, function: Callable[[Module], object]) -> _Self:
-        """Call ``function`` with every module, children first. Returns the module."""
+        """Call ``function`` with every module, children first. Returns the module. Fp8kitError for what cannot be called."""
+        arguments.function(type(self).__name__, "function", function)
         for _, module in reversed(list(self.named_modules())):
             function(module)
         return self
@@ -159,8 +160,8 @@ class Module:
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
         """Check what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
-        if not isinstance(state, Mapping):
-            raise CheckpointError(expected("load_state_dict", "state", type(state).__name__, "a mapping of names to arrays"))
+        serialization.mapping("load_state_dict", state)
+        strict = flag("load_state_dict", "strict", strict, CheckpointError)
         own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
         modules = dict(self.named_modules())
         extra: dict[str, dict[str, ArrayView]] = {}
@@ -168,7 +169,7 @@ class Module:
         for name, array in state.items():
             path, mark, rest = name.rpartition(EXTRA)
             if mark and path.removesuffix(".") in modules and (not path or path.endswith(".")):
-                extra.setdefault(path.removesuffix("."), {})[rest] = arrays.as_view(array)
+                extra.setdefault(path.removesuffix("."), {})[rest] = serialization.array("load_state_dict", name, array)
             else:
                 plain[name] = array
         found = serialization.check(own, plain, strict)
@@ -203,6 +204,8 @@ class ModuleList(Module):
     """Modules in a list; their names in paths are "0", "1", ..."""
 
     def __init__(self, modules: Any = ()) -> None:
+        if not isinstance(modules, Iterable):
+            raise Fp8kitError(expected(type(self).__name__, "modules", shown(modules), "Modules"))
         for module in modules:
             self.append(module)
 
@@ -249,10 +252,9 @@ def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
 
 
 def positive(operation: str, **sizes: int) -> None:
-    """Refuse sizes that are no positive ints. Fp8kitError."""
+    """Refuse sizes that are no ints from 1 to 2^31 - 1. Fp8kitError."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise Fp8kitError(expected(operation, name, repr(size), "a positive int"))
+        integer(operation, name, size, 1, 2**31 - 1)
 
 
 def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Device]:
@@ -265,9 +267,11 @@ def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Devi
 
 def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:
     """A parameter filled by ``init`` (called with a float32 NumPy array to fill, or a constant), rounded to ``dtype``."""
-    host = np.empty(shape, np.float32)
+    host = arrays.empty(shape, formats.float32, arrays.CPU).numpy()
     if callable(init):
         init(host)
-    else:
+    elif isinstance(init, int | float):
         host.fill(init)
+    else:
+        raise Fp8kitError(expected("init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"))
     return Parameter(arrays.to(arrays.as_view(host.astype(dtype.numpy)), device))

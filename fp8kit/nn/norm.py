@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from fp8kit import arrays
+from fp8kit.arguments import flag, number, shown
 from fp8kit.arrays import Device
 from fp8kit.autograd import apply
 from fp8kit.errors import Fp8kitError, ShapeError, expected
@@ -30,19 +31,21 @@ class _Norm(Module):
         operation = type(self).__name__
         later(operation, CONSTRUCTOR[self.normalization], other)
         if (normalized_shape is None) == (hidden_size is None):
-            raise Fp8kitError(expected(operation, "normalized_shape", normalized_shape, "exactly one of normalized_shape and hidden_size"))
+            wanted = "exactly one of normalized_shape and hidden_size"
+            raise Fp8kitError(expected(operation, "normalized_shape", shown(normalized_shape), wanted))
         shape = arrays.as_sizes(hidden_size if normalized_shape is None else normalized_shape)  # type: ignore[arg-type]
         if len(shape) != 1:
             raise Fp8kitError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
         positive(operation, normalized_shape=shape[0])
         dtype, where = resolve(operation, params_dtype, device)
-        self._spec = NormSpec(shape[0], self.normalization, float(eps), bool(zero_centered_gamma))
+        zero_centered = flag(operation, "zero_centered_gamma", zero_centered_gamma)
+        self._spec = NormSpec(shape[0], self.normalization, number(operation, "eps", eps), zero_centered)
         self.weight, self.bias = norm_parameters(self._spec, dtype, where)
 
     def forward(self, inp: Any) -> Any:
         """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
         inputs = {"x": as_tensor(type(self).__name__, "inp", inp), "norm_weight": self.weight, "norm_bias": self.bias}
-        return apply(norm, self._spec, inputs)["y"]
+        return apply(norm, self._spec, inputs, owner=self)["y"]
 
 
 class LayerNorm(_Norm):

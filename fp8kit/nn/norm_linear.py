@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fp8kit.arguments import flag, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.nn.fp8 import Inputs, amax_of
@@ -37,8 +38,10 @@ class LayerNormLinear(LinearBase):
         later("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], other)
         positive("LayerNormLinear", in_features=in_features)
         dtype, where = resolve("LayerNormLinear", params_dtype, device)
-        self._norm = NormSpec(int(in_features), normalization, float(eps), bool(zero_centered_gamma))
-        self.return_layernorm_output = bool(return_layernorm_output)
+        op = "LayerNormLinear"
+        zero_centered = flag(op, "zero_centered_gamma", zero_centered_gamma)
+        self._norm = NormSpec(int(in_features), normalization, number(op, "eps", eps), zero_centered)
+        self.return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(self._norm, dtype, where)
         self._make_parameters(in_features, out_features, bias, return_bias, parameters_split, init_method, dtype, where, name)
 

@@ -6,13 +6,16 @@ each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays
+from fp8kit import arrays, serialization
+from fp8kit.arguments import function, integer, number
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError, expected
@@ -33,44 +36,66 @@ class _State:
         self.devices: dict[Device, ArrayView] = {}
 
 
-_state = _State(0)
+class _Thread(threading.local):
+    state: _State | None = None  # what a recomputation draws from, on its own thread
+
+
+_process = _State(0)
+_thread = _Thread()
+_LOCK = threading.Lock()  # one draw at a time: a device's state is read, handed out and moved on
+
+
+def _state() -> _State:
+    """The state in force on this thread."""
+    return _thread.state or _process
+
+
+def _start(state: _State) -> None:
+    """Put a state in force."""
+    global _process
+    if _thread.state is None:
+        _process = state
+    else:
+        _thread.state = state
 
 
 def manual_seed(seed: int) -> None:
     """Start the host generator and every device's dropout state again from ``seed``, an int in [0, 2**63). ShapeError otherwise."""
-    global _state
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**63:
-        raise ShapeError(expected("manual_seed", "seed", repr(seed), "an int in [0, 2**63)"))
-    _state = _State(int(seed))
+    _start(_State(integer("manual_seed", "seed", seed, 0, 2**63 - 1, ShapeError)))
 
 
 def host_generator() -> np.random.Generator:
-    """The generator that initial weights are drawn from."""
-    return _state.host
+    """The generator that initial weights are drawn from. Not to be drawn from by two threads at once."""
+    return _state().host
 
 
 def next_rng(device: Device) -> ArrayView:
-    """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by one offset."""
-    state = _state.devices.get(device)
-    if state is None:
-        state = arrays.to(arrays.as_view(np.array([_state.seed, 0], np.int64)), device)
-        _state.devices[device] = state
+    """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by one offset. Threads may draw at
+    once: no two get the same offset."""
+    kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     out = arrays.empty((2,), int64, device)
-    dispatch.kernels(device).rng_next_(state, out, arrays.current_stream(device))
+    with _LOCK:
+        own = _state()
+        state = own.devices.get(device)
+        if state is None:
+            state = own.devices[device] = arrays.to(arrays.as_view(np.array([own.seed, 0], np.int64)), device)
+        kernels.rng_next_(state, out, stream)
     return out
 
 
 def get_rng_state() -> dict[str, HostArray]:
     """The whole state as arrays by name, so that ``fk.save`` can keep it: the host generator's words and int64 [2] for each device."""
-    host = _state.host.bit_generator.state
+    own = _state()
+    host = own.host.bit_generator.state
     out = {
-        "seed": np.array(_state.seed, np.int64),
+        "seed": np.array(own.seed, np.int64),
         "host.counter": host["state"]["counter"].copy(),
         "host.key": host["state"]["key"].copy(),
         "host.buffer": host["buffer"].copy(),
         "host.rest": np.array([host["buffer_pos"], host["has_uint32"], host["uinteger"]], np.int64),
     }
-    return out | {f"{_DEVICE_PREFIX}{where}": view.numpy().copy() for where, view in _state.devices.items()}
+    with _LOCK:
+        return out | {f"{_DEVICE_PREFIX}{where}": view.numpy().copy() for where, view in own.devices.items()}
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
@@ -81,9 +106,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
     """Check what ``set_rng_state`` takes, and return what goes back to it. CheckpointError as there."""
     shapes = {"seed": (), "host.counter": (4,), "host.key": (2,), "host.buffer": (4,), "host.rest": (3,)}
+    serialization.mapping("set_rng_state", state)
     for name in shapes.keys() - set(state):
         raise CheckpointError(expected("set_rng_state", name, "nothing", "an array from get_rng_state"))
-    values = {name: arrays.as_view(array).numpy() for name, array in state.items()}
+    values = {name: serialization.array("set_rng_state", name, array).numpy() for name, array in state.items()}
     devices: dict[Device, HostArray] = {}
     for name, value in values.items():
         if name not in shapes and not name.startswith(_DEVICE_PREFIX):
@@ -109,10 +135,9 @@ def check_rng_state(state: Mapping[str, Any]) -> Callable[[], None]:
     }
 
     def take() -> None:
-        global _state
         for where, value in devices.items():
             new.devices[where] = arrays.to(arrays.as_view(value), where)
-        _state = new
+        _start(new)
 
     return take
 
@@ -138,30 +163,37 @@ class snapshot:
     drawn there. Copies on the devices, waits for none of them."""
 
     def __init__(self) -> None:
-        self._kept = _copied(_state)
+        self._kept = _copied(_state())
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw from a copy of the kept state for a block."""
-        global _state
-        before, _state = _state, _copied(self._kept)
+        """Draw from a copy of the kept state for a block, on this thread; other threads draw on as before."""
+        before, _thread.state = _thread.state, _copied(self._kept)
         try:
             yield
         finally:
-            _state = before
+            _thread.state = before
 
 
 def _copied(state: _State) -> _State:
     own = _State(state.seed)
     own.host.bit_generator.state = state.host.bit_generator.state
-    for device, view in state.devices.items():
-        own.devices[device] = arrays.empty(view.shape, view.dtype, device)
-        arrays.copy(own.devices[device], view)
+    with _LOCK:
+        for device, view in state.devices.items():
+            own.devices[device] = arrays.empty(view.shape, view.dtype, device)
+            arrays.copy(own.devices[device], view)
     return own
 
 
+def init_of(operation: str, name: str, init: Init | None) -> Init:
+    """An ``init_method`` argument as a function, ``normal_init()`` for None. Fp8kitError for what cannot be called."""
+    return normal_init() if init is None else function(operation, name, init)
+
+
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:
-    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer Engine's for weights."""
+    """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer Engine's for weights.
+    Fp8kitError for numbers that are not finite or a negative ``std``."""
+    mean, std = number("normal_init", "mean", mean, least=-math.inf), number("normal_init", "std", std)
 
     def fill(array: HostArray) -> None:
         array[...] = host_generator().normal(mean, std, array.shape)

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from fp8kit import arguments
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current, resumed
 from fp8kit.autograd import Tensor, is_grad_enabled, no_grad, set_grad_enabled
 from fp8kit.autograd.tape import Edge, Node, Probe, Watcher, probing, watcher, watching
 from fp8kit.autograd.tensors import fresh, owned, unchanged
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
-from fp8kit.errors import AutogradError, Fp8kitError, expected
+from fp8kit.errors import AutogradError, expected
 from fp8kit.nn import random
 
 
@@ -126,8 +127,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises Fp8kitError for a function that cannot be called. In backward: AutogradError that names the value where an argument or a
     parameter was changed in place since, and where the second pass does not do what the first did.
     """
-    if not callable(function):
-        raise Fp8kitError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
+    arguments.function("checkpoint", "function", function)
     if not is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call(function, args, kwargs, current(), get_policy(), random.snapshot(), watcher())
@@ -140,7 +140,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     found = _tensors(out)
     if not probe.wanted and not any(t is g for t in found for g in given):
         return out
-    results = [Tensor(t.view) for t in found]
+    results = [t._sharing(Tensor(t.view)) for t in found]
     floating = [i for i, result in enumerate(results) if result.dtype.floating]
 
     def backward(cotangents: list[ArrayView | None]) -> list[tuple[Edge, ArrayView | None]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import arrays
+from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, ShapeError, expected
@@ -32,19 +33,22 @@ class RotaryPositionEmbedding(Module):
                  *, device: Any = None) -> None:
         op = "RotaryPositionEmbedding"
         positive(op, dim=dim)
-        if not 0 < rotary_percent <= 1:
+        if number(op, "rotary_percent", rotary_percent, above=0.0) > 1:
             raise Fp8kitError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
-        if not rotary_base > 0:
-            raise Fp8kitError(expected(op, "rotary_base", rotary_base, "a positive number"))
+        number(op, "rotary_base", rotary_base, above=0.0)
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             wanted = "both or neither of it and pretrained_max_position_embeddings"
-            raise Fp8kitError(expected(op, "seq_len_interpolation_factor", seq_len_interpolation_factor, wanted))
+            raise Fp8kitError(expected(op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted))
+        for name, value in (("seq_len_interpolation_factor", seq_len_interpolation_factor),
+                            ("pretrained_max_position_embeddings", pretrained_max_position_embeddings)):
+            if value is not None:
+                number(op, name, value, 2.0**31, above=0.0)
         self.rotated = int(dim * rotary_percent)
         if self.rotated % 2 or self.rotated == 0:
             raise Fp8kitError(expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"))
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
-        self.rotary_base, self.interleaved = float(rotary_base), bool(interleaved)
+        self.rotary_base, self.interleaved = float(rotary_base), flag(op, "interleaved", interleaved)
         self._device = resolve(op, None, device)[1]
         self._made: dict[tuple[int, int], Tensor] = {}
 
@@ -52,6 +56,7 @@ class RotaryPositionEmbedding(Module):
         """Angles in radians of positions offset ... offset + max_seq_len - 1: float32 (max_seq_len, 1, 1, turned features). The same Tensor
         for the same arguments as last time."""
         positive("RotaryPositionEmbedding", max_seq_len=max_seq_len)
+        offset = integer("RotaryPositionEmbedding", "offset", offset, -(2**31), 2**31)
         if (max_seq_len, offset) not in self._made:
             self._made = {(max_seq_len, offset): Tensor(arrays.to(arrays.as_view(self._angles(max_seq_len, offset)), self._device))}
         return self._made[max_seq_len, offset]
@@ -94,8 +99,8 @@ def apply_rotary_pos_emb(t: Any, freqs: Any, tensor_format: str = "sbhd", start_
     """
     op = "apply_rotary_pos_emb"
     not_yet(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
-    if tensor_format not in FORMATS:
-        raise Fp8kitError(expected(op, "tensor_format", repr(tensor_format), f"one of {', '.join(FORMATS)}"))
+    choice(op, "tensor_format", tensor_format, FORMATS)
+    interleaved = flag(op, "interleaved", interleaved)
     x = as_tensor(op, "t", t)
     if len(x.shape) != len(tensor_format):
         raise ShapeError(expected(op, "t", f"shape {x.shape}", f"{len(tensor_format)} dimensions, {tensor_format}"))
@@ -103,4 +108,4 @@ def apply_rotary_pos_emb(t: Any, freqs: Any, tensor_format: str = "sbhd", start_
     for name, value in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
         if value is not None:
             inputs[name] = arrays.to(as_tensor(op, name, value).view, x.device)
-    return apply(rope, rope_spec(((*x.shape[-2:], "freqs"),), tensor_format, bool(interleaved)), inputs)["y"]
+    return apply(rope, rope_spec(((*x.shape[-2:], "freqs"),), tensor_format, interleaved), inputs)["y"]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8kit import formats
-from fp8kit.errors import FormatError, expected
+from fp8kit.arguments import choice, integer, number
+from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import float32
 from fp8kit.ops.product import row_count, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -22,10 +23,10 @@ class CrossEntropySpec:
     ignore_index: int = -100
 
     def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "none"):
-            raise FormatError(expected("cross_entropy", "reduction", repr(self.reduction), '"mean" or "none"'))
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise FormatError(expected("cross_entropy", "label_smoothing", self.label_smoothing, "a number in [0, 1)"))
+        integer("cross_entropy", "classes", self.classes, 1, None, ShapeError)
+        choice("cross_entropy", "reduction", self.reduction, ("mean", "none"), FormatError)
+        number("cross_entropy", "label_smoothing", self.label_smoothing, 1.0, FormatError)
+        integer("cross_entropy", "ignore_index", self.ignore_index, -(2**63), 2**63 - 1, FormatError)
 
 
 class CrossEntropy(Operation):

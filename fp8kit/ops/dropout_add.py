@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fp8kit.arguments import number
 from fp8kit.errors import FormatError, ShapeError, expected
-from fp8kit.formats import int64, uint8
+from fp8kit.formats import HIGH_PRECISION, int64, uint8
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -21,8 +22,7 @@ class DropoutAddSpec:
     bias_grad: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.p < 1.0:
-            raise FormatError(expected("dropout_add", "p", self.p, "a probability in [0, 1)"))
+        number("dropout_add", "p", self.p, 1.0, FormatError)
 
 
 class DropoutAdd(Operation):
@@ -85,7 +85,9 @@ class Add(Operation):
 
     def _check(self, metas: Metas) -> tuple[Meta, Meta]:
         a, b = metas.get("a"), metas.get("b")
-        if a is None or b is None or a.dtype is not b.dtype or not a.dtype.floating:
+        if a is not None and a.dtype not in HIGH_PRECISION:
+            raise FormatError(expected(self.name, "a", a.dtype.name, ", ".join(d.name for d in HIGH_PRECISION)))
+        if a is None or b is None or a.dtype is not b.dtype:
             raise FormatError(
                 expected(self.name, "b", None if b is None else b.dtype.name, f"the dtype of a ({None if a is None else a.dtype.name})")
             )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit.errors import FormatError, expected
+from fp8kit.arguments import choice
+from fp8kit.errors import FormatError
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.product import row_count, want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -23,8 +24,7 @@ class NormSpec:
     known: ClassVar[tuple[str, ...]] = ("LayerNorm", "RMSNorm")
 
     def __post_init__(self) -> None:
-        if self.normalization not in self.known:
-            raise FormatError(expected("norm", "normalization", repr(self.normalization), " or ".join(map(repr, self.known))))
+        choice("norm", "normalization", self.normalization, self.known, FormatError)
 
     @property
     def centered(self) -> bool:

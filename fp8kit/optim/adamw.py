@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fp8kit.arguments import number
 from fp8kit.autograd import Tensor
 from fp8kit.errors import Fp8kitError, expected
-from fp8kit.optim.base import Batch, Group, Hyper, Optimizer, number, rate
+from fp8kit.optim.base import Batch, Group, Hyper, Optimizer, rate
 
 
 class AdamW(Optimizer):

@@ -6,13 +6,13 @@ see a new count at each replay. Parameters that always took part in the same ste
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fp8kit import arrays
+from fp8kit import arrays, serialization
+from fp8kit.arguments import flag, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -122,18 +122,22 @@ class Optimizer:
         self.param_groups: list[Group] = []
         seen: set[int] = set()
         for group in groups:
+            if not isinstance(group, Mapping):
+                raise Fp8kitError(expected(name, "param_groups", shown(group), 'a dict with "params" in each place, or tensors alone'))
             if "params" not in group:
                 raise Fp8kitError(expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'))
             unknown = set(group) - {"params", *defaults}
             if unknown:
                 raise Fp8kitError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
+            if not isinstance(group["params"], Iterable) or isinstance(group["params"], str | bytes):
+                raise Fp8kitError(expected(name, "params", shown(group["params"]), "a list of tensors"))
             whole: Group = {**defaults, **group, "params": list(group["params"])}
             for param in whole["params"]:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
                     raise Fp8kitError(expected(name, "params", what, "different tensors that require grad"))
                 seen.add(id(param))
-                if not param.view.contiguous or not _writable(param.view):
+                if not param.view.contiguous or not param.view.writable:
                     what = f"strides {param.view.strides} or memory that is read-only"
                     raise Fp8kitError(expected(name, "params", what, "C-contiguous memory that may be written"))
             self.flat(whole)
@@ -270,7 +274,9 @@ class Optimizer:
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
         """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
         params, width = self._params(), len(self.columns)
-        views = {name: arrays.as_view(array) for name, array in state.items()}
+        operation = f"{type(self).__name__}.load_state_dict"
+        strict = flag(operation, "strict", strict, CheckpointError)
+        views = {name: serialization.array(operation, name, array) for name, array in serialization.mapping(operation, state).items()}
         wanted = {"steps": ((len(params),), "int64"), "hyper": ((len(self.param_groups), width), "float64")}
         fits = {n: n in views and (views[n].shape, views[n].dtype.name) == w for n, w in wanted.items()}
         steps = views["steps"].numpy() if fits["steps"] else np.zeros(len(params), np.int64)
@@ -280,11 +286,12 @@ class Optimizer:
             if steps[i]:
                 names = (*self.slots(row), *(("master",) if param.dtype is not float32 else ()))
                 wanted |= {f"{name}.{i}": (param.shape, "float32") for name in names}
-        faults = [f"missing: {name}" for name in wanted if name not in views]
-        faults += [f"unexpected: {name}" for name in views if name not in wanted and strict]
+        faults = []  # the causes first: with other steps other arrays are expected
         for name, (shape, kind) in wanted.items():
             if name in views and (views[name].shape, views[name].dtype.name) != (shape, kind):
                 faults.append(f"{name}: got {views[name].dtype.name} {views[name].shape}, expected {kind} {shape}")
+        faults += [f"missing: {name}" for name in wanted if name not in views]
+        faults += [f"unexpected: {name}" for name in views if name not in wanted and strict]
         if (steps < 0).any():
             faults.append(f"steps: got {steps.min()}, expected counts")
         for row in rows if fits["hyper"] else ():
@@ -293,7 +300,8 @@ class Optimizer:
             except Fp8kitError as error:
                 faults.append(f"hyper: {error}")
         if faults:
-            raise CheckpointError(f"{type(self).__name__}.load_state_dict: {'; '.join(faults[:8])}")
+            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise CheckpointError(f"{type(self).__name__}.load_state_dict: {'; '.join(faults[:8])}{more}")
         return lambda: self._take(views, steps.tolist(), rows)
 
     def _take(self, views: Mapping[str, ArrayView], steps: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
@@ -318,17 +326,6 @@ class Optimizer:
                         arrays.copy(target, arrays.contiguous(view))
 
 
-def number(operation: str, name: str, value: Any, below: float = math.inf) -> float:
-    """A hyperparameter as a float; Fp8kitError unless it is a finite number in [0, below)."""
-    try:
-        fits = 0 <= value < below and math.isfinite(value)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise Fp8kitError(expected(operation, name, repr(value), "finite and >= 0" if below == math.inf else f"in [0, {below:g})"))
-    return float(value)
-
-
 def rate(operation: str, value: Any) -> Any:
     """A learning rate: a float, or an array of one float32 element as it is. Fp8kitError for another number."""
     plain = isinstance(value, int | float | np.floating) or not hasattr(value, "shape")
@@ -343,7 +340,3 @@ def _copied(view: ArrayView) -> ArrayView:
     own = arrays.empty(view.shape, view.dtype, view.device)
     arrays.copy(own, view)
     return own
-
-
-def _writable(view: ArrayView) -> bool:
-    return not isinstance(view.owner, np.ndarray) or bool(view.owner.flags.writeable)

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from fp8kit import arrays
+from fp8kit.arguments import integer, number
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
-from fp8kit.formats import float32, uint8
+from fp8kit.formats import HIGH_PRECISION, float32, uint8
 from fp8kit.optim.scaler import GradScaler
 
 
@@ -19,17 +20,34 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
 
     ``scaler``: the gradients carry its factor; the norm is that without it, and they keep it.
     Returns the norm before clipping as a float32 0-dimensional array of the device's library, without waiting for the device.
-    Fp8kitError where no parameter has a gradient, where they lie on several devices, or ``max_norm`` is not positive.
+    Fp8kitError where no parameter has a gradient, where they lie on several devices, are strided or read-only, or
+    ``max_norm`` is not finite and positive.
     """
-    if not max_norm > 0:
-        raise Fp8kitError(expected("clip_grad_norm_", "max_norm", max_norm, "a positive number"))
-    grads = [arrays.as_view(param.grad) for param in params if param.grad is not None]
+    operation = "clip_grad_norm_"
+    limit = number(operation, "max_norm", max_norm)
+    if limit == 0:
+        raise Fp8kitError(expected(operation, "max_norm", max_norm, "a positive number"))
+    if not isinstance(params, Iterable):
+        raise Fp8kitError(expected(operation, "params", type(params).__name__, "tensors, such as model.parameters()"))
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise Fp8kitError(expected(operation, "scaler", type(scaler).__name__, "a GradScaler or None"))
+    given = list(params)
+    for param in given:
+        if not isinstance(param, Tensor):
+            raise Fp8kitError(expected(operation, "params", type(param).__name__, "Tensors"))
+    grads = [arrays.as_view(param.grad) for param in given if param.grad is not None]
+    if not grads:
+        raise Fp8kitError(expected(operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"))
     for grad in grads:
-        if not grad.contiguous:  # backward's never are; a user may have set any array
-            raise Fp8kitError(expected("clip_grad_norm_", "params", f"a gradient of strides {grad.strides}", "C-contiguous gradients"))
+        if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
+            what = f"a gradient of strides {grad.strides}" if not grad.contiguous else "a gradient in read-only memory"
+            raise Fp8kitError(expected(operation, "params", what, "C-contiguous gradients that may be written"))
+        if grad.dtype not in HIGH_PRECISION:
+            raise Fp8kitError(expected(operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"))
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
-        raise Fp8kitError(expected("clip_grad_norm_", "params", f"gradients on {len(devices)} devices", "gradients on one device"))
+        where = ", ".join(sorted(map(str, devices)))
+        raise Fp8kitError(expected(operation, "params", f"gradients on {where}", "gradients on one device"))
     (device,) = devices
     kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     norm = arrays.empty((1,), float32, device)
@@ -37,13 +55,16 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     kernels.l2norm(grads, norm, workspace, stream)
     if scaler is not None and scaler.inv_scale is not None:
         kernels.scale_([norm], scaler.inv_scale, None, stream)
-    kernels.clip_(grads, norm, max_norm, stream)
+    kernels.clip_(grads, norm, limit, stream)
     return arrays.provider(device).native(norm.reshape())
 
 
 def warmup_cosine(step: int, lr: float, warmup_steps: int, total_steps: int, min_lr: float = 0.0) -> float:
     """Learning rate of ``step`` (0, 1, ...): linear from lr / warmup_steps up to ``lr``, then half a cosine down to ``min_lr`` at
     ``total_steps``, and ``min_lr`` beyond (Loshchilov & Hutter 2017, one cycle). Fp8kitError unless 0 <= warmup_steps <= total_steps."""
+    for name, value in (("step", step), ("warmup_steps", warmup_steps), ("total_steps", total_steps)):
+        integer("warmup_cosine", name, value, 0)
+    lr, min_lr = number("warmup_cosine", "lr", lr), number("warmup_cosine", "min_lr", min_lr)
     if not 0 <= warmup_steps <= total_steps:
         raise Fp8kitError(expected("warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]"))
     if step < warmup_steps:

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays
+from fp8kit import arrays, serialization
+from fp8kit.arguments import flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh, record
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError, CheckpointError, FormatError, Fp8kitError, expected
-from fp8kit.formats import float32
+from fp8kit.formats import HIGH_PRECISION, float32
 from fp8kit.optim.base import Optimizer
 
 _DTYPES = {"scale": np.float32, "good_steps": np.int64}
@@ -41,17 +42,12 @@ class GradScaler:
 
     def __init__(self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000,
                  enabled: bool = True) -> None:
-        limits = np.finfo(np.float32)
-        for name, value, fits, wanted in (
-            ("init_scale", init_scale, limits.tiny <= init_scale <= limits.max, "a positive float32 number"),
-            ("growth_factor", growth_factor, 1 < growth_factor < math.inf, "a finite number above 1"),
-            ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "a number in (0, 1)"),
-            ("growth_interval", growth_interval, isinstance(growth_interval, int) and growth_interval >= 1, "an int >= 1"),
-        ):
-            if not fits:
-                raise Fp8kitError(expected("GradScaler", name, repr(value), wanted))
-        self.growth_factor, self.backoff_factor, self.growth_interval = float(growth_factor), float(backoff_factor), growth_interval
-        self.enabled = bool(enabled)
+        op, limits = "GradScaler", np.finfo(np.float32)
+        number(op, "init_scale", init_scale, math.nextafter(float(limits.max), math.inf), least=float(limits.tiny))
+        self.growth_factor = number(op, "growth_factor", growth_factor, above=1.0)
+        self.backoff_factor = number(op, "backoff_factor", backoff_factor, 1.0, above=0.0)
+        self.growth_interval = integer(op, "growth_interval", growth_interval, 1, 2**62)
+        self.enabled = flag(op, "enabled", enabled)
         self._host: dict[str, Any] = {"scale": np.full(1, init_scale, np.float32), "good_steps": np.zeros(1, np.int64)}
         self._views: dict[str, ArrayView] = {}
         self._found: dict[Optimizer, ArrayView] = {}  # of the optimisers looked at since the last update
@@ -76,7 +72,13 @@ class GradScaler:
         return float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0]) if self.enabled else 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step."""
+        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step.
+
+        FormatError for anything else.
+        """
+        if not isinstance(loss, Tensor) or loss.dtype not in HIGH_PRECISION:
+            got = loss.dtype.name if isinstance(loss, Tensor) else shown(loss)
+            raise FormatError(expected("GradScaler.scale", "loss", got, "a Tensor of float32, bfloat16 or float16"))
         if not self.enabled:
             return loss
         factor = self._state(loss.device)["scale"]
@@ -109,18 +111,26 @@ class GradScaler:
 
         FormatError for 16-bit gradients, which would lose what the factor saved: ``clip_grad_norm_`` takes the scaler instead.
         """
+        _optimizer("unscale_", optimizer)
         if not self.enabled:
             return
         if optimizer in self._unscaled or optimizer in self._found:
             raise Fp8kitError(expected("GradScaler.unscale_", "optimizer", "one that was unscaled or stepped", "one call before its step"))
         for param in (p for group in optimizer.param_groups for p in group["params"]):
-            if param.grad is not None and param.dtype is not float32:
+            if param.grad is None:
+                continue
+            if param.dtype is not float32:
                 raise FormatError(expected("GradScaler.unscale_", "gradients", param.dtype.name, "float32"))
+            grad = arrays.as_view(param.grad)
+            if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
+                what = f"strides {grad.strides}" if not grad.contiguous else "read-only memory"
+                raise FormatError(expected("GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"))
         self._look(optimizer, True)
         self._unscaled.add(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` on the gradients without the factor; where one of them is Inf or NaN nothing changes and no step counts."""
+        _optimizer("step", optimizer)
         found = self._look(optimizer, False) if self.enabled else None
         if found is None:
             optimizer.step()
@@ -148,7 +158,10 @@ class GradScaler:
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
         """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
-        host = {name: arrays.as_view(array).numpy().copy() for name, array in state.items()}
+        operation = "GradScaler.load_state_dict"
+        strict = flag(operation, "strict", strict, CheckpointError)
+        entries = serialization.mapping(operation, state).items()
+        host = {name: serialization.array(operation, name, value).numpy().copy() for name, value in entries}
         faults = [f"missing: {n}" for n in _DTYPES if n not in host] + [f"unexpected: {n}" for n in host if n not in _DTYPES and strict]
         for name, kind in _DTYPES.items():
             if name in host and (host[name].shape, host[name].dtype) != ((1,), kind):
@@ -167,3 +180,8 @@ class GradScaler:
                 self._state(device)
 
         return take
+
+
+def _optimizer(operation: str, optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise Fp8kitError(expected(f"GradScaler.{operation}", "optimizer", shown(optimizer), "an Optimizer, such as AdamW"))

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from fp8kit.arguments import number
 from fp8kit.autograd import Tensor
 from fp8kit.errors import Fp8kitError, expected
-from fp8kit.optim.base import Batch, Group, Hyper, Optimizer, number, rate
+from fp8kit.optim.base import Batch, Group, Hyper, Optimizer, rate
 
 
 class SGD(Optimizer):
@@ -36,7 +39,7 @@ class SGD(Optimizer):
     def flat(self, group: Mapping[str, Any]) -> Hyper:
         momentum, nesterov = number("SGD", "momentum", group["momentum"]), group["nesterov"]
         dampening = number("SGD", "dampening", group["dampening"])
-        if nesterov not in (0, 1) or (nesterov and (momentum == 0 or dampening != 0)):
+        if not isinstance(nesterov, int | float | np.bool_) or nesterov not in (0, 1) or (nesterov and (momentum == 0 or dampening != 0)):
             raise Fp8kitError(expected("SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening"))
         return (rate("SGD", group["lr"]), momentum, dampening, bool(nesterov), number("SGD", "weight_decay", group["weight_decay"]))
 

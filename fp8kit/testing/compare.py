@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import formats
+from fp8kit.errors import FormatError, expected
 from fp8kit.formats import DType
 
 # distance from 1 to the next value, and the smallest positive value
@@ -19,8 +20,11 @@ _TINY = {"float64": 2.0**-1074, "float32": 2.0**-149, "bfloat16": 2.0**-133, "fl
 
 
 def epsilon(dtype: object) -> float:
-    """Distance from 1 to the next larger number of a floating dtype."""
-    return _EPSILON[formats.dtype(dtype).name]
+    """Distance from 1 to the next larger number of a floating dtype; FormatError for another."""
+    kind = formats.dtype(dtype)
+    if not kind.floating:
+        raise FormatError(expected("epsilon", "dtype", kind.name, ", ".join(_EPSILON)))
+    return _EPSILON[kind.name]
 
 
 def sum_slack(magnitude: Any, terms: int) -> Any:

@@ -60,21 +60,21 @@ def test_a_saved_value_that_changed_is_an_error_that_names_the_operation() -> No
     y = layer(x)
     with no_grad():
         x.add_(ONE)
-    with pytest.raises(AutogradError, match=r"linear: x: got a value changed in place .* \(version 1\), expected it .* \(version 0\)"):
+    with pytest.raises(AutogradError, match=r"linear: inp: got a value changed in place .* \(version 1\), expected it .* \(version 0\)"):
         y.backward(g)
     y = layer(x)
     with no_grad():
         x.detach().reshape(6).zero_()  # the same memory through another tensor
-    with pytest.raises(AutogradError, match="linear: x"):
+    with pytest.raises(AutogradError, match="linear: inp"):
         y.backward(g)
     y = layer(x)
     layer.weight.grad = tensor(np.ones((4, 3), np.float32)).view
     SGD([layer.weight], lr=0.1).step()
-    with pytest.raises(AutogradError, match="linear: weight0"):
+    with pytest.raises(AutogradError, match="linear: weight"):
         y.backward(g)
     y = layer(x)
     layer.load_state_dict({"weight": np.ones((4, 3), np.float32)})
-    with pytest.raises(AutogradError, match="linear: weight0"):
+    with pytest.raises(AutogradError, match="linear: weight"):
         y.backward(g)
     layer(x).backward(g)
     y = x + x  # saves nothing

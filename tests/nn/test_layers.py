@@ -272,7 +272,7 @@ def test_inputs_may_be_any_array_and_wrong_ones_are_named(device):
     np.testing.assert_array_equal(f64(linear(x)), f64(linear(tensor(x))))
     with pytest.raises(ValueError, match=r"inp.*list"):
         linear([1.0])
-    with pytest.raises(ValueError, match="x: got shape"):
+    with pytest.raises(ValueError, match="inp: got shape"):
         linear(x[:, :-1].copy())
     with pytest.raises(ValueError, match="bfloat16"):
         linear(draw(1, (2, K), "bfloat16"))

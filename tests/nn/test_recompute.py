@@ -156,7 +156,7 @@ def test_changes_between_the_passes_are_errors(device):
     y = fk.checkpoint(layer, x)
     with no_grad():
         layer.weight.zero_()
-    with pytest.raises(AutogradError, match="linear: weight0"):
+    with pytest.raises(AutogradError, match="linear: weight"):
         y.backward(g)
 
     calls = []

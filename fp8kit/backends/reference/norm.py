@@ -14,8 +14,11 @@ from fp8kit.errors import BackendError, expected
 
 # Rows that one task of the parallel loops takes. Fixed, so that partial sums do not depend on the number of threads.
 _TASK = 64
-# Sums may be re-associated (so that they use SIMD lanes) and products fused; NaN and Inf keep their meaning.
-_SUMS = {"reassoc", "contract", "nsz"}
+# A row is summed in this many partial sums, element j in sum j % _LANES, which SIMD registers can hold; then these are added in order. The
+# order is said here: the compiler's own (fast-math) may differ between code that it has just made and code from its cache.
+_LANES = 64
+_U = np.uint64  # an index that cannot be negative: else Numba asks at each element whether it counts from the end
+_STEP = _U(_LANES)
 _NOTHING = np.empty(0, np.float32)
 _NO_MATRIX = np.empty((0, 0), np.float32)
 
@@ -81,24 +84,42 @@ def _gain(weight: ArrayView | None, zero_centered: bool, columns: int) -> Float3
     return gain + np.float32(1) if zero_centered else gain
 
 
-@njit(parallel=True, fastmath=_SUMS)
+@njit
+def _total(lanes: Array) -> Any:
+    total = np.float32(0)
+    for lane in range(_LANES):
+        total += lanes[lane]
+        lanes[lane] = 0
+    return total
+
+
+@njit(parallel=True)
 def _forward(x: Array, gain: Array, shift: Array, y: Array, means: Array, rstds: Array, epsilon: Any, centred: Any) -> None:
     rows, columns = x.shape
     inverse = np.float32(1.0 / columns)
+    blocks, rest = columns // _LANES, columns // _LANES * _LANES
     for task in prange((rows + _TASK - 1) // _TASK):
+        lanes = np.zeros(_LANES, np.float32)
         for i in range(task * _TASK, min(rows, task * _TASK + _TASK)):
+            row = x[i]
             mean = np.float32(0)
             if centred:
-                for j in range(columns):
-                    mean += x[i, j]
-                mean *= inverse
+                for block in range(blocks):
+                    for lane in range(_LANES):
+                        lanes[lane] += row[_U(block) * _STEP + _U(lane)]
+                for j in range(rest, columns):
+                    lanes[j - rest] += row[j]
+                mean = _total(lanes) * inverse
                 if means.size:
                     means[i] = mean
-            square = np.float32(0)
-            for j in range(columns):
-                d = x[i, j] - mean
-                square += d * d
-            rstd = np.float32(1) / np.sqrt(square * inverse + epsilon)
+            for block in range(blocks):
+                for lane in range(_LANES):
+                    d = row[_U(block) * _STEP + _U(lane)] - mean
+                    lanes[lane] += d * d
+            for j in range(rest, columns):
+                d = row[j] - mean
+                lanes[j - rest] += d * d
+            rstd = np.float32(1) / np.sqrt(_total(lanes) * inverse + epsilon)
             rstds[i] = rstd
             if shift.size:
                 for j in range(columns):
@@ -108,28 +129,36 @@ def _forward(x: Array, gain: Array, shift: Array, y: Array, means: Array, rstds:
                     y[i, j] = (x[i, j] - mean) * rstd * gain[j]
 
 
-@njit(parallel=True, fastmath=_SUMS)
+@njit(parallel=True)
 def _backward(dy: Array, x: Array, gain: Array, means: Array, rstds: Array, residual: Array, dx: Array, partial: Array,
               centred: Any) -> None:
     rows, columns = x.shape
     inverse = np.float32(1.0 / columns)
+    blocks, rest = columns // _LANES, columns // _LANES * _LANES
     for task in prange((rows + _TASK - 1) // _TASK):
+        alongs, levels = np.zeros(_LANES, np.float32), np.zeros(_LANES, np.float32)
         dweight = partial[0, task]
         dbias = partial[1, task]
         for i in range(task * _TASK, min(rows, task * _TASK + _TASK)):
             mean = means[i] if centred else np.float32(0)
             rstd = rstds[i]
-            along = np.float32(0)
-            level = np.float32(0)
+            values, upstream = x[i], dy[i]
             for j in range(columns):
-                xhat = (x[i, j] - mean) * rstd
-                dweight[j] += dy[i, j] * xhat
-                dbias[j] += dy[i, j]
-                d = dy[i, j] * gain[j]
-                along += d * xhat
-                level += d
-            along *= inverse
-            level = level * inverse if centred else np.float32(0)
+                dweight[j] += upstream[j] * ((values[j] - mean) * rstd)
+                dbias[j] += upstream[j]
+            for block in range(blocks):
+                for lane in range(_LANES):
+                    at = _U(block) * _STEP + _U(lane)
+                    d = upstream[at] * gain[at]
+                    alongs[lane] += d * ((values[at] - mean) * rstd)
+                    levels[lane] += d
+            for j in range(rest, columns):
+                d = upstream[j] * gain[j]
+                alongs[j - rest] += d * ((values[j] - mean) * rstd)
+                levels[j - rest] += d
+            along, level = _total(alongs) * inverse, _total(levels) * inverse
+            if not centred:
+                level = np.float32(0)
             if residual.size:
                 for j in range(columns):
                     xhat = (x[i, j] - mean) * rstd

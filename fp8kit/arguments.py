@@ -1,0 +1,87 @@
+"""Checks of plain arguments, with one wording: each returns the value in the type that the code goes on with, or raises.
+
+Not for the hot path: constructors and the like. ``kind`` is the error's class.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from fp8kit.errors import CheckpointError, Fp8kitError, expected
+
+
+def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Fp8kitError) -> bool:
+    """A bool, or 0 or 1."""
+    if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise kind(expected(operation, name, shown(value), "True or False"))
+
+
+def integer(operation: str, name: str, value: Any, least: int | None = None, most: int | None = None,
+            kind: type[Fp8kitError] = Fp8kitError) -> int:
+    """An int in [least, most]; a bool is none."""
+    fits = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if fits and (least is None or value >= least) and (most is None or value <= most):
+        return int(value)
+    limits = {(False, False): "", (True, False): f" >= {least}", (False, True): f" <= {most}", (True, True): f" in [{least}, {most}]"}
+    raise kind(expected(operation, name, shown(value), f"an int{limits[least is not None, most is not None]}"))
+
+
+def number(operation: str, name: str, value: Any, below: float = math.inf, kind: type[Fp8kitError] = Fp8kitError,
+           least: float = 0.0, above: float | None = None) -> float:
+    """A finite number in [least, below), or in (above, below)."""
+    real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    try:
+        if real and math.isfinite(value) and value < below and (value >= least if above is None else value > above):
+            return float(value)
+    except OverflowError:  # an int that no float holds
+        pass
+    upper = "" if below == math.inf else f" and < {below:g}"
+    lower = "" if least == -math.inf else f" and {'>= ' if above is None else '> '}{least if above is None else above:g}"
+    raise kind(expected(operation, name, shown(value), f"a finite number{lower}{upper}"))
+
+
+def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: type[Fp8kitError] = Fp8kitError) -> str:
+    """One of some words."""
+    words = tuple(options)
+    if not isinstance(value, str) or value not in words:
+        raise kind(expected(operation, name, shown(value), f"one of {', '.join(words)}"))
+    return value
+
+
+def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Fp8kitError) -> Callable[..., Any]:
+    """Something to call."""
+    if not callable(value):
+        raise kind(expected(operation, name, shown(value), "a function"))
+    return value  # type: ignore[no-any-return]
+
+
+def sizes(operation: str, values: Iterable[Any], kind: type[Fp8kitError]) -> tuple[int, ...]:
+    """Ints of any sign: extents, axes, offsets."""
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise kind(expected(operation, "arguments", shown(values), "ints")) from None
+
+
+def path(operation: str, value: Any) -> str:
+    """A file's path as a string. CheckpointError for anything else."""
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        if isinstance(text, str) and "\0" not in text and os.path.basename(text):
+            return text
+    raise CheckpointError(expected(operation, "path", shown(value), f"a path: {operation}(path, module)"))
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value's ``repr``, shortened; an array by its kind."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}, shape {value.shape}"
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."

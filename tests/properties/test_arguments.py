@@ -1,0 +1,62 @@
+"""Every argument of every public name, given what it cannot be: the call works all the same, or is an Fp8kitError with nothing changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fp8kit import nn
+from fp8kit.errors import Fp8kitError
+from tests.properties.calls import CALLS
+
+JUNK = [
+    None, "word", b"bytes", -1, 0, 1.5, -0.5, float("nan"), float("inf"), 2**70, -(2**70), True, (), [], {}, object(), np.float64(0.5),
+    np.int64(3), 1j, np.zeros((2, 3), np.float32), np.zeros(0, np.float32), np.array(["a"]), np.zeros((2, 2), complex), [1, "a"],
+    ["a", "b"], (1, 2, 3), {"a": 1}, {1: 2}, {"x": object()}, np.float32, "", "E4M3", np.ones((3, 4), np.float16),
+]  # fmt: skip
+
+# Python's own protocols ask for another error there
+PYTHONS = {"Tensor.__add__": TypeError, "Float8Tensor.__getitem__": IndexError}
+# handed to the user's function, whose errors are the user's
+USERS = {("checkpoint", "x"), ("nn.Module.apply", "function")}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_argument_that_does_not_fit_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a word may be the name of a file
+    call = CALLS[name]
+    call.run(**call.good())
+    for argument in call.good():
+        if argument in ("self", "t") or (name, argument) in USERS:
+            continue
+        for junk in JUNK:
+            given = call.good() | {argument: junk}
+            before = call.state(given)
+            try:
+                call.run(**given)
+            except (Fp8kitError, PYTHONS.get(name, Fp8kitError)):
+                assert call.state(given) == before, f"{name}: {argument}={junk!r} changed something before it was refused"
+            except Exception as error:
+                raise AssertionError(f"{name}: {argument}={junk!r}: {type(error).__name__} {error}") from error
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unknown_argument_is_a_type_error(name):
+    call = CALLS[name]
+    if call.run.__name__ == "<lambda>":
+        return
+    with pytest.raises((TypeError, Fp8kitError)):
+        call.run(**call.good(), no_such_argument=1)
+
+
+def test_messages_call_parameters_by_the_users_names():
+    layer = nn.Linear(4, 6, parameters_split=("query", "key"), device="cpu")
+    layer.key_weight = nn.Parameter(nn.Linear(4, 5, device="cpu").weight.view)
+    for module, said in (
+        (layer, r"^linear: key_weight: got shape \(5, 4\), expected shape \(3, 4\)$"),
+        (nn.Linear(5, 6, device="cpu"), r"^linear: inp: got shape \(2, 4\), expected a last dimension of 5$"),
+        (nn.LayerNormLinear(5, 6, device="cpu"), r"^norm_linear: inp: got shape"),
+        (nn.LayerNorm(5, device="cpu"), r"^norm: inp: got shape"),
+    ):
+        with pytest.raises(Fp8kitError, match=said):
+            module(np.zeros((2, 4), np.float32))
