@@ -76,7 +76,8 @@ class GradScaler:
         return float(self._views["scale"].numpy()[0] if self._views else self._host["scale"][0]) if self.enabled else 1.0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step."""
+        """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step.
+        BackendError for a loss on another device than the first one's."""
         if not self.enabled:
             return loss
         factor = self._state(loss.device)["scale"]
@@ -143,11 +144,12 @@ class GradScaler:
         return {name: self._views.get(name, arrays.as_view(self._host[name])) for name in _DTYPES}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave. CheckpointError where it does not fit."""
+        """Take over what ``state_dict`` gave. CheckpointError for missing or (``strict``) unexpected names, other shapes or dtypes, and
+        numbers that are negative or not finite."""
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
+        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as ``load_state_dict``."""
         host = {name: arrays.as_view(array).numpy().copy() for name, array in state.items()}
         faults = [f"missing: {n}" for n in _DTYPES if n not in host] + [f"unexpected: {n}" for n in host if n not in _DTYPES and strict]
         for name, kind in _DTYPES.items():
