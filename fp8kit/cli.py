@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import fp8kit
-from fp8kit import arrays, formats, settings
+from fp8kit import arrays, attention_info, settings
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError, Fp8kitError, expected
@@ -18,16 +18,23 @@ from fp8kit.models.presets import PRESETS, preset
 
 FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it
+UNREAD = 141  # exit status when the output's reader is gone, likewise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments``, None: the process's own.
 
-    Returns the exit status: 0, 1 with the reason on standard error, or 130 after Ctrl-C. Wrong usage exits with 2.
+    Returns the exit status: 0, 1 with the reason on standard error, 130 after Ctrl-C, or 141 when nobody reads the output any more. Wrong
+    usage exits with 2.
     """
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end has nowhere else to go
+        return UNREAD
     except Fp8kitError as error:
         print(f"fp8kit {options.command}: {error}", file=sys.stderr)
         return FAILED
@@ -45,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=epilog)
 
     info = command("info", "devices, versions, and what runs or is missing")
+    info.add_argument("--attention", nargs="*", metavar="KEY=VALUE", help=f"only: who computes such an attention on each device, and why "
+                      f"the others do not; keys: {', '.join(attention_info.KEYS)}")
     info.set_defaults(run=_info)
 
     sizes = "; ".join(f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, {size.steps} steps"
@@ -153,20 +162,31 @@ def _bench(options: argparse.Namespace) -> int:
 def _info(options: argparse.Namespace) -> int:
     from fp8kit.bench import versions
 
-    sections = {
+    if options.attention is not None:
+        about = attention_info.question(" ".join(options.attention))
+        print(f"attention asked about\n  {about.words}")
+        _print(attention_info.sections(about))
+        return 0
+    sections: dict[str, list[tuple[str, str, str]]] = {
         "machine": [("python", "", platform.python_version()), ("system", "", f"{platform.system()} {platform.machine()}"),
                     ("default device", "", _said(lambda: str(dispatch.default_device()))),
                     ("kernel cache", "", str(settings.cache_dir()))],
         "libraries": [(name, "", version) for name, version in versions().items()],
         "engine reference": [_reference()],
         "engine cuda": _cuda(),
-        "attention on cuda": _attention(),
     }
-    for title, rows in sections.items():
+    _print(sections.items())
+    about = attention_info.question()
+    print(f"attention asked about\n  {about.words}")
+    _print(attention_info.sections(about))
+    return 0
+
+
+def _print(sections: Iterable[tuple[str, Sequence[tuple[str, str, str]]]]) -> None:
+    for title, rows in sections:
         print(title)
         for name, status, detail in rows:
             print(f"  {name:38}{status:9}{detail}".rstrip())
-    return 0
 
 
 def _said(ask: Callable[[], str]) -> str:
@@ -188,16 +208,3 @@ def _cuda() -> list[tuple[str, str, str]]:
     from fp8kit.backends.cuda import support
 
     return [(row.component, row.status, row.detail) for row in support.report()]
-
-
-def _attention() -> list[tuple[str, str, str]]:
-    """Which paths take a causal layer of 32 heads of 128 over 4 sequences of 2048 in bfloat16."""
-    if not arrays.available("cuda"):
-        return [("all paths", "missing", "no usable CUDA device")]
-    from fp8kit.backends.cuda import attention
-    from fp8kit.ops.attention import AttentionSpec
-
-    shape = (2048, 4, 32, 128)
-    spec: Any = AttentionSpec(num_heads=32, head_dim=128)
-    said = attention.explain(shape, shape, formats.bfloat16, spec)
-    return [(path, "runs", "") if answer == "runs" else (path, "missing", answer) for path, answer in said]

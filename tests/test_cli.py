@@ -11,6 +11,7 @@ import pytest
 
 from fp8kit import bench, cli
 from fp8kit.arrays import CPU
+from fp8kit.backends.cuda import support
 
 
 def test_info_names_every_engine_and_attention(capsys):
@@ -21,6 +22,116 @@ def test_info_names_every_engine_and_attention(capsys):
     for line in printed.splitlines():
         if "missing" in line:
             assert line.split("missing", 1)[1].strip(), f"says not what is missing: {line}"
+
+
+def rows_of(printed):
+    """title -> {name: rest of the row} of what info prints."""
+    rows, found = {}, {}
+    for line in printed.splitlines():
+        if line.startswith("  "):
+            name, _, rest = line.strip().partition("  ")
+            rows[name] = rest.strip()
+        else:
+            rows = found[line] = {}
+    return found
+
+
+def test_info_says_once_that_there_is_no_driver(monkeypatch, capsys):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(support.ctypes, "CDLL", absent)
+    assert cli.main(["info"]) == 0
+    row = rows_of(capsys.readouterr().out)["engine cuda"]["driver"]
+    assert row == "missing  no NVIDIA driver; install NVIDIA's driver, 580 or newer"
+
+
+EXAMPLE = ("heads=32 groups=8 head_dim=128 sequence=2048 batch=4 dtype=bfloat16 mask=causal window=128,0 bias=none softmax=vanilla "
+           "dropout=0.1 layout=sbhd")
+# question -> what speaks against cuDNN before it is asked
+QUESTIONS = {
+    EXAMPLE: None,
+    "": None,
+    "layout=thd mask=padding_causal sequence=100 head_dim_v=64": None,
+    "dtype=float32": "dtype float32: cuDNN takes bfloat16 and float16",
+    "bias=alibi softmax=learnable": "bias 'alibi': only the unfused path has it; softmax_type 'learnable': only the unfused path has it",
+    "bias=post_scale_bias mask=no_mask": "bias 'post_scale_bias': only the unfused path has it",
+    "mask=arbitrary head_dim=20": "head_dim 20: cuDNN takes multiples of 8 up to 256; mask 'arbitrary': only the unfused path reads a mask "
+                                  "array",
+    "mask=causal_bottom_right sequence=64 sequence_kv=32": "a row that sees no column: cuDNN gives NaN for it",
+    "mask=no_mask window=8,-1 bottom_right=false sequence=64 sequence_kv=32": "a row that sees no column: cuDNN gives NaN for it",
+}
+
+
+@pytest.mark.parametrize("asked", QUESTIONS)
+def test_info_explains_an_attention(asked, monkeypatch, capsys):
+    monkeypatch.setattr(cli.arrays.provider(cli.arrays.device("cuda")), "count", lambda: 0, raising=False)
+    assert cli.main(["info", "--attention", *([asked] if asked else [])]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert found["attention on cpu"] == {"forward": "runs     reference.attention_fwd", "backward": "runs     reference.attention_bwd"}
+    why = QUESTIONS[asked]
+    said = "cuDNN would be asked" if why is None else f"unfused, not cuDNN: {why}"
+    wanted = f"missing  no usable CUDA device; on one {said}"
+    assert found["attention on cuda"] == dict.fromkeys(("forward", "backward", "deterministic backward"), wanted)
+
+
+def test_info_reads_words_together_or_apart(capsys):
+    printed = []
+    for words in ([EXAMPLE], EXAMPLE.split()):
+        assert cli.main(["info", "--attention", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    for word in (*EXAMPLE.split(), "head_dim_v=128", "sequence_kv=2048", "bottom_right=default"):
+        assert f" {word}" in printed[0].splitlines()[1]
+
+
+REFUSED = {
+    "heads": "argument: got 'heads', expected key=value",
+    "head=8": "key: got 'head', expected one of heads, groups, head_dim,",
+    "heads=8 heads=4": "heads: got two values, expected one",
+    "heads=many": "heads: got 'many', expected a positive number",
+    "groups=0": "groups: got '0', expected a positive number, a divisor of heads",
+    "groups=5": "num_gqa_groups: got 5, expected a divisor of 32 heads",
+    "dtype=float64": "dtype: got 'float64', expected one of float32, bfloat16, float16",
+    "mask=square": "mask: got 'square', expected one of no_mask, causal,",
+    "window=3": "window: got '3', expected left,right",
+    "window=3,-2": "window: got '3,-2', expected left,right",
+    "window=3,4": "window_size: got (3, 4), expected right -1 or 0: mask 'causal' sees nothing right of the diagonal",
+    "bottom_right=maybe": "bottom_right: got 'maybe', expected one of default, true, false",
+    "bottom_right=true": "bottom_right_diagonal: got True, expected None or False with mask 'causal'",
+    "bias=some": "bias: got 'some', expected one of none, no_bias,",
+    "softmax=hard": "softmax: got 'hard', expected one of vanilla, off-by-one, learnable",
+    "dropout=1": "dropout: got '1', expected a probability in [0, 1)",
+    "layout=hsbd": "layout: got 'hsbd', expected one of sbhd, bshd, thd",
+    "layout=thd": "mask: got 'causal', expected one of the padding masks, with qkv_format 'thd'",
+}
+
+
+@pytest.mark.parametrize("asked", REFUSED)
+def test_info_refuses_what_it_cannot_read(asked, capsys):
+    assert cli.main(["info", "--attention", asked]) == 1
+    said = capsys.readouterr()
+    assert REFUSED[asked] in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out
+
+
+@pytest.mark.gpu
+def test_info_explains_an_attention_on_a_gpu(capsys):
+    """What the engine would do, by path: cuDNN takes the plain one, and nothing but the unfused path takes float32."""
+    for asked, wanted in ((EXAMPLE.replace("window=128,0", "window=none"), "cuDNN"),
+                          ("dtype=float32", "unfused, not cuDNN: dtype float32: cuDNN takes bfloat16 and float16")):
+        assert cli.main(["info", "--attention", asked]) == 0
+        rows = rows_of(capsys.readouterr().out)["attention on cuda:0"]
+        assert rows == dict.fromkeys(("forward", "backward", "deterministic backward"), f"runs     {wanted}")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    words = [sys.executable, "-m", "fp8kit", "info", "--attention"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        command.stdout.close()
+        assert command.stderr.read() == b""
+        assert command.wait(60) == 141
 
 
 def test_module_runs_like_the_command():

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import DType, Format
 
 Layout = Literal["nt", "nn", "tn"]
-Normalization = Literal["LayerNorm", "RMSNorm"]
+Normalization = Literal["LayerNorm", "RMSNorm", "L2Normalization"]
+NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 
 
 class Cast:
@@ -293,7 +294,7 @@ class Kernels(Protocol):
     def norm_fwd(
         self,
         x: ArrayView,
-        weight: ArrayView,
+        weight: ArrayView | None,
         bias: ArrayView | None,
         y: ArrayView | None,
         mean: ArrayView | None,
@@ -308,18 +309,21 @@ class Kernels(Protocol):
         """y = (x - mean) * rstd * g + bias per row (LayerNorm, Ba et al. 2016), or x * rstd * g (RMSNorm, Zhang & Sennrich 2019;
         mean and bias None); g = weight, or 1 + weight with zero_centered_gamma. x, y: h (M, N); weight, bias: h (N,); mean, rstd:
         float32 (M,), written, rstd = 1 / sqrt(var + epsilon). y, cast or both are given. amax: float32[1] or None, max-accumulated with
-        max|y| (current scaling; with ``cast`` its own amax is used and this is None)."""
+        max|y| (current scaling; with ``cast`` its own amax is used and this is None).
+
+        L2Normalization: y = x / sqrt(sum of x^2 + epsilon), which is RMSNorm with epsilon / N for epsilon (so is rstd) and g = 1 / sqrt(N)
+        throughout; weight, bias and mean None."""
 
     def norm_bwd(
         self,
         dy: ArrayView,
         x: ArrayView,
-        weight: ArrayView,
+        weight: ArrayView | None,
         mean: ArrayView | None,
         rstd: ArrayView,
         residual: ArrayView | None,
         dx: ArrayView,
-        dweight: ArrayView,
+        dweight: ArrayView | None,
         dbias: ArrayView | None,
         normalization: Normalization,
         zero_centered_gamma: bool,
@@ -327,7 +331,7 @@ class Kernels(Protocol):
         stream: int,
     ) -> None:
         """Gradients of ``norm_fwd``. residual: h (M, N) or None, added to dx before rounding (a residual stream's fan-in); dx may be the
-        same memory as dy or residual. dweight, dbias: h (N,), summed over rows in a fixed order."""
+        same memory as dy or residual. dweight, dbias: h (N,), summed over rows in a fixed order; None where there is no such parameter."""
 
     def norm_bwd_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``norm_bwd``'s workspace."""
@@ -342,10 +346,12 @@ class Kernels(Protocol):
         amax: ArrayView | None,
         cast: Cast | None,
         activation: str,
+        params: tuple[float, ...],
         stream: int,
     ) -> None:
-        """y = activation(x + bias). "gelu" (tanh form, Hendrycks & Gimpel 2016), "relu", "silu": x (M, F); "swiglu": x (M, 2F), y =
-        silu(first half) * second half. x, y: h; bias: h, x's columns. y, cast, amax as in ``norm_fwd``."""
+        """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) where it is gated; y: h (M, F);
+        bias: h, x's columns. params: the activation's numbers in the order of its row, empty where it has none. y, cast, amax as in
+        ``norm_fwd``."""
 
     def act_bwd(
         self,
@@ -357,6 +363,7 @@ class Kernels(Protocol):
         amax: ArrayView | None,
         cast: Cast | None,
         activation: str,
+        params: tuple[float, ...],
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
@@ -386,6 +393,23 @@ class Kernels(Protocol):
 
     def column_sum_workspace(self, rows: int, columns: int) -> int:
         """Bytes of workspace of the column sums in ``dropout_bwd``."""
+
+    def drop_path(
+        self,
+        x: ArrayView,
+        residual: ArrayView | None,
+        y: ArrayView,
+        starts: ArrayView | None,
+        inner: int,
+        count: int,
+        p: float,
+        rng: ArrayView,
+        stream: int,
+    ) -> None:
+        """y = residual + x * factor of the row's sample: stochastic depth (Huang et al. 2016), and its gradient. x, residual, y: h (M, N);
+        y may be x's memory. ``count`` samples; row i belongs to (i // inner) % count, or, with starts int32 (count + 1,), to the last
+        sample s with starts[s] <= i. Factor: 0 where word s of the stream is below int(p * 2^32), else float32(1 / (1 - p)); what is
+        dropped is 0 whatever it was. p in (0, 1)."""
 
     # --- attention ------------------------------------------------------------------------------------------------------
 
@@ -449,6 +473,29 @@ class Kernels(Protocol):
     def pack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
         """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence, NaN in rows of a sequence beyond its first s.
         x: h (b, s, n); y: h (t, n)."""
+
+    def cache_append_(
+        self,
+        x: ArrayView,
+        cache: ArrayView,
+        pages: ArrayView,
+        fresh: ArrayView,
+        totals: ArrayView,
+        starts: ArrayView | None,
+        qkv_format: str,
+        stream: int,
+    ) -> None:
+        """New keys or values written at the ends of their sequences in a cache of pages. x: h (s, b, g, d) for sbhd, (b, s, g, d) for bshd,
+        (t, g, d) for thd; may be strided, last stride 1. cache: x's dtype (pages, page size, g, d). pages: int32 (b, m): where sequence b's
+        positions lie, page after page. fresh, totals: int32 (b + 1,), running sums of the sequences' new tokens and of their lengths with
+        them. starts: int32 (b + 1,), where the sequences begin in t; None but for thd. With n of its length L new, sequence b's token
+        i < n goes to position p = L - n + i: cache[pages[b, p / size], p % size]. Tokens beyond n, or of no sequence, are not read."""
+
+    def cache_gather(
+        self, cache: ArrayView, y: ArrayView, pages: ArrayView, totals: ArrayView, qkv_format: str, stream: int
+    ) -> None:
+        """Sequences read out of a cache of pages, as a padded batch: position p < L of sequence b, 0 beyond. y: h (s, b, g, d) for sbhd,
+        (b, s, g, d) for bshd, C-contiguous; the rest as in ``cache_append_``. What lies beyond y's s is left out."""
 
     def rope_fwd(
         self,

@@ -50,17 +50,19 @@ class GPT(nn.Module):
         """Where the weights are."""
         return self.byte_embedding.weight.device
 
-    def forward(self, ids: Any, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(self, ids: Any, is_first_microbatch: bool | None = None, inference_params: nn.InferenceParams | None = None) -> Tensor:
         """``ids``: int64 (sequences, length) on the model's device, length at most ``context``. Returns logits h (sequences, length, 256).
 
-        ``is_first_microbatch``: None casts the weights in each call; True casts and keeps them, False uses those kept. ShapeError
-        for ids of another rank or length.
+        ``is_first_microbatch``: None casts the weights in each call; True casts and keeps them, False uses those kept.
+        ``inference_params``: ``ids`` are the new tokens of a step that was announced to it (format "bshd"), padding after them. ShapeError
+        for ids of another rank or length, and for sequences that grow beyond ``context``.
         """
         if len(ids.shape) != 2 or not 0 < ids.shape[1] <= self.context:
             raise ShapeError(expected("GPT", "ids", f"shape {tuple(ids.shape)}", f"(sequences, length <= {self.context})"))
-        x = self.byte_embedding(ids) + self.position_embedding(self._position_ids(*ids.shape))
+        positions = self._position_ids(*ids.shape) if inference_params is None else self._grown(inference_params, *ids.shape)
+        x = self.byte_embedding(ids) + self.position_embedding(positions)
         for layer in self.layers:
-            x = layer(x, is_first_microbatch=is_first_microbatch)
+            x = layer(x, is_first_microbatch=is_first_microbatch, inference_params=inference_params)
         with autocast(enabled=False):
             return self.head(self.final_norm(x))  # type: ignore[no-any-return]
 
@@ -72,18 +74,28 @@ class GPT(nn.Module):
             found = self._positions[(sequences, length)] = tensor(host, device=self.device)
         return found
 
+    def _grown(self, step: nn.InferenceParams, sequences: int, length: int) -> Tensor:
+        """Positions of a step's new tokens, int64 (sequences, length); those of padding are any."""
+        if step.max_seqlen_kv > self.context or step.batch_size != sequences:
+            got = f"{step.batch_size} sequences of up to {step.max_seqlen_kv} tokens"
+            raise ShapeError(expected("GPT", "inference_params", got, f"{sequences} as ids, of up to {self.context}"))
+        positions = step.get_seqlens_pre_step()[:, None] + np.arange(length)
+        return tensor(np.minimum(positions, self.context - 1).astype(np.int64), device=self.device)
+
 
 def parameter_count(model: nn.Module) -> int:
     """Trainable numbers of a model, each parameter once."""
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
 
 
-def generate(model: GPT, prompt: bytes, count: int, recipe: Recipe | None = None, temperature: float = 0.8, seed: int = 0) -> bytes:
+def generate(model: GPT, prompt: bytes, count: int, recipe: Recipe | None = None, temperature: float = 0.8, seed: int = 0,
+             use_cache: bool = True) -> bytes:
     """``count`` bytes that follow ``prompt``, sampled one by one from softmax(logits / temperature) on the host.
 
-    ``recipe``: FP8 recipe of the forward passes, None for high precision. Each byte is one whole forward of the last ``context`` bytes;
-    the window always has that length, zeros after its end, which causal attention never sees: so there is one plan for all.
-    ShapeError for an empty prompt or a temperature that is not positive.
+    ``recipe``: FP8 recipe of the forward passes, None for high precision. Each byte follows from the last ``context`` bytes. While that is
+    the whole text, only its new bytes go through the model, over a cache of keys and values. Then the window moves with every byte and with
+    it every position: each is one whole forward, as all are with ``use_cache`` False. ShapeError for an empty prompt or a temperature that
+    is not positive.
     """
     if not prompt:
         raise ShapeError(expected("generate", "prompt", "no bytes", "at least one byte"))
@@ -91,13 +103,30 @@ def generate(model: GPT, prompt: bytes, count: int, recipe: Recipe | None = None
         raise ShapeError(expected("generate", "temperature", temperature, "a positive number"))
     generator = np.random.Generator(np.random.Philox(seed))
     text = bytearray(prompt)
-    for _ in range(count):
-        recent = text[-model.context :]
-        window = np.zeros((1, model.context), np.int64)
-        window[0, : len(recent)] = np.frombuffer(bytes(recent), np.uint8)
+    cache = nn.InferenceParams(1, model.context, device=model.device)
+    for index in range(count):
+        forward = _cached if use_cache and len(text) <= model.context else _whole
         with no_grad(), autocast(enabled=recipe is not None, recipe=recipe):
-            logits = model(tensor(window, device=model.device))
-        scores = logits.numpy()[0, len(recent) - 1].astype(np.float64) / temperature
+            logits = forward(model, text, cache, index == 0)  # the weights are cast once
+        scores = logits.astype(np.float64) / temperature
         weights = np.exp(scores - scores.max())
         text.append(int(generator.choice(VOCABULARY, p=weights / weights.sum())))
+    model.apply(lambda module: module.forget())
     return bytes(text[len(prompt) :])
+
+
+def _cached(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool) -> np.ndarray[Any, Any]:
+    """Logits of the byte after ``text``, (256,): its bytes that are not in the cache yet go through the model."""
+    new = text[cache.sequences.get("text", 0) :]
+    cache.pre_step({"text": len(new)})
+    ids = np.frombuffer(bytes(new), np.uint8).astype(np.int64)[None]
+    return np.asarray(model(tensor(ids, device=model.device), first, cache).numpy()[0, -1])
+
+
+def _whole(model: GPT, text: bytearray, cache: nn.InferenceParams, first: bool) -> np.ndarray[Any, Any]:
+    """The same from one forward of the last ``context`` bytes, without ``cache``. The window always has that length, zeros after its end,
+    which causal attention never sees: so there is one plan for all."""
+    recent = text[-model.context :]
+    window = np.zeros((1, model.context), np.int64)
+    window[0, : len(recent)] = np.frombuffer(bytes(recent), np.uint8)
+    return np.asarray(model(tensor(window, device=model.device), first).numpy()[0, len(recent) - 1])

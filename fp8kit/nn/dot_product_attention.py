@@ -15,10 +15,13 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.formats import float32
 from fp8kit.nn import random
+from fp8kit.nn.inference import InferenceParams, cached_mask
 from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
 from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit.ops.kv_cache import cached_attention
+from fp8kit.spec import Operation
 
 _ALIASES = ("padding,causal", "causal,padding")
 
@@ -57,7 +60,7 @@ class DotProductAttention(Module):
       ``bottom_right_diagonal``: see ``ops.attention_spec.AttentionSpec``.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) joins the denominator; "learnable":
       exp(softmax_offset[h]) does, a float32 parameter (h,) that starts at 0. ``device``: where that lies.
-    * ``layer_number``, ``name``: kept, for the user.
+    * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
 
     ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit.nn.later``).
     """
@@ -95,8 +98,8 @@ class DotProductAttention(Module):
                 cu_seqlens_kv_padded: Any = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
                 attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, *,
                 core_attention_bias_type: str = "no_bias", core_attention_bias: Any = None, alibi_slopes: Any = None,
-                fast_zero_fill: bool = True, pad_between_seqs: bool | None = None, qkv_layer: Any = None, kv_layer: Any = None,
-                qkv_interleave_dim: int = -3, **other: Any) -> Tensor:
+                fast_zero_fill: bool = True, inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
+                qkv_layer: Any = None, kv_layer: Any = None, qkv_interleave_dim: int = -3, **other: Any) -> Tensor:
         """Attend. Arguments that have a twin in the constructor override it.
 
         * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v); with "bshd" b comes first,
@@ -110,6 +113,9 @@ class DotProductAttention(Module):
         * ``core_attention_bias_type``: "no_bias"; "pre_scale_bias" or "post_scale_bias" with ``core_attention_bias`` h (1 | b, 1 | h,
           1 | s_q, s_kv), differentiable; "alibi", with ``alibi_slopes`` float32 (h,) or (b, h), or the paper's.
         * ``fast_zero_fill``: accepted; outputs of no row are always 0.
+        * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend over their whole sequences.
+          The step says the lengths, so cu_seqlens and padding masks are not given (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no
+          "arbitrary" mask, no cross attention, no gradient.
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
@@ -147,18 +153,40 @@ class DotProductAttention(Module):
             inputs["softmax_offset"] = self.softmax_offset
         if pad_between_seqs is not None and pad_between_seqs != (cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None):
             raise Fp8kitError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
-        longest = (0, 0)
-        if form == "thd":
+        channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
+        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
+        longest: tuple[int, int] = (0, 0)
+        operation: Operation = attention
+        if inference_params is not None:
+            mask, corner, operation = self._check_cached(mask, bias, inputs), None, cached_attention
+            leading = first.shape[: 1 if form == "thd" else 2]
+            step, longest = inference_params.inputs(op, self.layer_number, form, leading, self.num_gqa_groups, (channels, channels_v),
+                                                    first.dtype)
+            inputs |= step
+        elif form == "thd":
             longest = _longest(op, "q", max_seqlen_q, inputs), _longest(op, "kv", max_seqlen_kv, inputs)
         dropout = self.attention_dropout if self.training else 0.0
         if dropout:
             inputs["rng"] = random.next_rng(device)
-        channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, 0)
         window = self.window_size if window_size is None else _window(op, window_size)
-        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
         spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                      get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        return apply(attention, spec, inputs)["o"]
+        o = apply(operation, spec, inputs)["o"]
+        if inference_params is not None:
+            inference_params.stepped(self.layer_number)
+        return o
+
+    def _check_cached(self, mask: str, bias: str, inputs: Mapping[str, Any]) -> str:
+        """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
+        op, why = "DotProductAttention", "with inference_params, whose step says the lengths"
+        if self.attention_type == "cross":
+            raise Fp8kitError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
+        if bias not in ("no_bias", "alibi"):
+            raise Fp8kitError(expected(op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"))
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
+            if name in inputs:
+                raise Fp8kitError(expected(op, name, "an array", f"None {why}"))
+        return cached_mask(op, mask)
 
 
 def _window(operation: str, window_size: Any) -> tuple[int, int]:

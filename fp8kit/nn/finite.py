@@ -24,7 +24,9 @@ from fp8kit.formats import float32
 if TYPE_CHECKING:
     from fp8kit.nn.module import Module
 
-_MAY_BE_INFINITE = {("attention", "bias"), ("attention", "softmax_offset")}  # a mask's -Inf is no fault
+# a mask's -Inf is no fault, nor is what lies in the free room of a cache
+_MAY_BE_INFINITE = {("attention", "bias"), ("attention", "softmax_offset"), ("cached_attention", "softmax_offset"),
+                    ("cached_attention", "k_cache"), ("cached_attention", "v_cache")}  # fmt: skip
 
 
 class _Where(NamedTuple):

@@ -14,38 +14,30 @@ _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_s
 _OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
 _WEIGHT = _GROUP | _OVERLAP | {"fuse_wgrad_accumulation": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None}
 _SIZES = {"seq_length": None, "micro_batch_size": None, "set_parallel_mode": False}
-_QK = {"qk_norm_type": None, "qk_norm_eps": 1e-6, "qk_norm_before_rope": False}
-_WHOLE = _GROUP | _SIZES | _QK | {"fuse_wgrad_accumulation": False}
+_WHOLE = _GROUP | {"set_parallel_mode": False, "fuse_wgrad_accumulation": False}
 
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "Linear": _WEIGHT | {"rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
     "LayerNorm": {"sequence_parallel": None},
     "RMSNorm": {"sequence_parallel": None},
     "LayerNormLinear": _WEIGHT | {"parallel_mode": None, "return_layernorm_output_gathered": False},
-    "LayerNormMLP": _WEIGHT | _SIZES | {"return_layernorm_output_gathered": False, "activation_params": None},
+    "LayerNormMLP": _WEIGHT | _SIZES | {"return_layernorm_output_gathered": False},
     "DotProductAttention": _GROUP | {
         "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None,
         "cp_comm_type": "p2p",
     },
     "MultiheadAttention": _WHOLE | _OVERLAP,
     "TransformerLayer": _WHOLE | {
-        "enc_dec_attn_mask_type": "no_mask", "enc_dec_bottom_right_diagonal": None, "enc_dec_window_size": None,
-        "parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0, "activation_params": None,
         "ub_tp_comm_overlap": False, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": True,
         "ub_bulk_wgrad": True,
     },
 }  # fmt: skip
 
-_CALL: dict[str, Any] = {"checkpoint_core_attention": False, "inference_params": None}
+_CALL: dict[str, Any] = {"checkpoint_core_attention": False}
 FORWARD: dict[str, dict[str, Any]] = {
     "DotProductAttention": _CALL | {
         "fp8_output": False, "bf16_backward": False, "num_splits": 1, "score_mod": None, "score_mod_bprop": None,
         "score_mod_tensors": None, "score_mod_bprop_tensors": None,
-    },
-    "MultiheadAttention": _CALL,
-    "TransformerLayer": _CALL | {
-        "encoder_output": None, "enc_dec_attn_mask": None, "enc_dec_attn_mask_type": None, "enc_dec_window_size": None,
-        "enc_dec_bottom_right_diagonal": None,
     },
 }  # fmt: skip
 

@@ -1,18 +1,19 @@
-"""``LayerNorm`` and ``RMSNorm`` alone, and the norm parameters that fused layers share."""
+"""``LayerNorm``, ``RMSNorm`` and ``L2Normalization`` alone, and the norm parameters that fused layers share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.autograd import apply
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.formats import DType
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, Parameter, as_tensor, make_parameter, positive, resolve
-from fp8kit.ops.norm import NormSpec, norm
+from fp8kit.ops.norm import L2NormSpec, NormSpec, norm
 
 
 def norm_parameters(spec: NormSpec, dtype: DType, where: Device) -> tuple[Parameter, Parameter | None]:
@@ -59,3 +60,26 @@ class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Arguments as ``LayerNorm``; no bias."""
 
     normalization = "RMSNorm"
+
+
+class L2Normalization(Module):
+    """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
+
+    ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of here.
+    """
+
+    def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
+        self.eps = float(eps)
+
+    def forward(self, inp: Any) -> Any:
+        """``inp``: h (..., N). Returns the same shape and dtype."""
+        x = as_tensor("L2Normalization", "inp", inp)
+        if not x.shape:
+            raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))
+        return apply(norm, _l2_spec(x.shape[-1], self.eps), {"x": x})["y"]
+
+
+@lru_cache(maxsize=64)
+def _l2_spec(features: int, eps: float) -> L2NormSpec:
+    """The same object for the same arguments: plans are found by a spec's identity."""
+    return L2NormSpec(features, epsilon=eps)

@@ -9,16 +9,15 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.formats import uint8
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Parameter, as_tensor, make_parameter, positive, resolve
 from fp8kit.nn.norm import norm_parameters
 from fp8kit.nn.random import Init, normal_init
-from fp8kit.nn.recompute import checkpoint
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_mlp import ACTIVATIONS, NormMLPSpec, norm_mlp
+from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8
 
@@ -27,10 +26,13 @@ class LayerNormMLP(Fp8Module):
     """y = act(norm(x) W1^T + b1) W2^T + b2.
 
     * ``hidden_size`` H, ``ffn_hidden_size`` F. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (H,), ``fc1_weight`` (F, H),
-      ``fc1_bias`` (F,), ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with "swiglu" fc1 has 2 F rows: the gate's half first.
-    * ``activation``: "gelu" (tanh form), "relu", "silu" or "swiglu".
+      ``fc1_bias`` (F,), ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with a gated activation fc1 has 2 F rows: the gate's half first.
+    * ``activation``: "gelu" (tanh form), "qgelu", "relu", "silu", "srelu"; gated: "geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu",
+      "clamped_swiglu". Formulas: ``fp8kit.backends.activation``. ``activation_params``: of "clamped_swiglu", a mapping of "limit" (7.0),
+      "alpha" (1.702), "glu_linear_offset" (1.0); None is the defaults.
     * ``init_method``, ``output_layer_init_method``: for fc1's and fc2's weight; None is normal(0, 0.023).
-    * ``checkpoint``: only the input is kept for backward, which computes the rest once more: the same bits, less memory.
+    * ``checkpoint``: of the activations only the input is kept for backward, which computes norm, fc1 and activation once more, but not
+      fc2: the same bits, less memory.
     * ``return_bias``: fc2's bias is returned, not added. ``return_layernorm_output``: also return norm(x). Others as ``LayerNormLinear``.
     """
 
@@ -40,21 +42,20 @@ class LayerNormMLP(Fp8Module):
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, return_bias: bool = False,
                  init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
-                 output_layer_init_method: Init | None = None, params_dtype: Any = None, return_layernorm_output: bool = False,
-                 zero_centered_gamma: bool = False, device: Any = None, name: str | None = None, checkpoint: bool = False,
-                 **other: Any) -> None:
+                 activation_params: Mapping[str, float] | None = None, output_layer_init_method: Init | None = None,
+                 params_dtype: Any = None, return_layernorm_output: bool = False, zero_centered_gamma: bool = False, device: Any = None,
+                 name: str | None = None, checkpoint: bool = False, **other: Any) -> None:
         super().__init__()
         later("LayerNormMLP", CONSTRUCTOR["LayerNormMLP"], other)
         positive("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        if activation not in ACTIVATIONS:
-            raise Fp8kitError(expected("LayerNormMLP", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}; no other yet"))
+        self._activation_numbers = activation_numbers("LayerNormMLP", activation, activation_params)
         dtype, where = resolve("LayerNormMLP", params_dtype, device)
         self.hidden_size, self.ffn_hidden_size, self.name = int(hidden_size), int(ffn_hidden_size), name
         self.activation, self.use_bias, self.checkpoint = activation, bool(bias), bool(checkpoint)
         self.return_bias, self.return_layernorm_output = bool(return_bias), bool(return_layernorm_output)
         self._norm = NormSpec(self.hidden_size, normalization, float(eps), bool(zero_centered_gamma))
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(self._norm, dtype, where)
-        rows = ACTIVATIONS[activation] * self.ffn_hidden_size
+        rows = ACTIVATIONS[activation].parts * self.ffn_hidden_size
         self.fc1_weight = make_parameter((rows, self.hidden_size), init_method or normal_init(), dtype, where)
         self.fc1_bias = make_parameter((rows,), 0.0, dtype, where) if bias else None
         self.fc2_weight = make_parameter((self.hidden_size, self.ffn_hidden_size), output_layer_init_method or normal_init(), dtype, where)
@@ -66,12 +67,12 @@ class LayerNormMLP(Fp8Module):
     def make_product(self, gemm: int, fp8: Fp8 | None, cached: bool, bias: str) -> ProductSpec:
         if gemm == 0:
             first = "deferred" if self.use_bias else "none"
-            rows = ACTIVATIONS[self.activation] * self.ffn_hidden_size
+            rows = ACTIVATIONS[self.activation].parts * self.ffn_hidden_size
             return ProductSpec(self.hidden_size, (rows,), bias=first, fp8=fp8, weight_cached=cached, prefix="fc1_")
         return ProductSpec(self.ffn_hidden_size, (self.hidden_size,), bias=bias, fp8=fp8, weight_cached=cached, prefix="fc2_")
 
     def make_spec(self, products: list[ProductSpec], **options: Any) -> NormMLPSpec:
-        return NormMLPSpec(self._norm, products[0], products[1], self.activation, **options)
+        return NormMLPSpec(self._norm, products[0], products[1], self.activation, activation_params=self._activation_numbers, **options)
 
     def calibrate(self, inputs: Inputs, outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
         """norm(x) is an output; fc2's input is computed once more, its amax taken on the way."""
@@ -86,7 +87,7 @@ class LayerNormMLP(Fp8Module):
         workspace = arrays.empty((max(kernels.gemm_workspace(), 1),), uint8, device)
         kernels.gemm(normed, w1, h, "nt", None, False, workspace, stream)
         bias = None if self.fc1_bias is None else self.fc1_bias.view
-        kernels.act_fwd(h, bias, act, amaxes[3], None, self.activation, stream)
+        kernels.act_fwd(h, bias, act, amaxes[3], None, self.activation, self._activation_numbers, stream)
 
     def forward(self, inp: Any, is_first_microbatch: bool | None = None) -> Any:
         """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
@@ -106,9 +107,4 @@ class LayerNormMLP(Fp8Module):
             "x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, "fc1_weight0": self.fc1_weight,
             "fc1_bias0": self.fc1_bias, "fc2_weight0": self.fc2_weight, "fc2_bias0": None if bias == "none" else self.fc2_bias,
         }
-
-        def results(inputs: Inputs) -> dict[str, Tensor]:
-            out = self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)
-            return {name: out[name] for name in ("y", "residual", "normed") if name in out}
-
-        return checkpoint(results, inputs) if self.checkpoint else results(inputs)
+        return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm, recompute=self.checkpoint)

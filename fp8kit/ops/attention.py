@@ -67,23 +67,23 @@ class Attention(Operation):
     def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         check(spec)
         layout = LAYOUTS[spec.layout]
-        kind = _check_inputs(spec, metas)
-        dense = _dense(spec, metas)
-        extras = _check_extras(spec, metas, dense, kind)
-        q = _meta(metas, next(iter(layout))).shape
+        kind = check_inputs(spec, metas)
+        dense = dense_of(spec, metas)
+        extras = check_extras(spec, metas, dense, kind)
+        q = meta_of(metas, next(iter(layout))).shape
         outputs = {"o": Meta((*_leading(spec, q), spec.num_heads * spec.head_dim_v), kind)}
         if not needs & {*layout, "bias", "softmax_offset"}:
             return Signature(outputs)
         return Signature(
             outputs,
-            saved={"lse": Meta(_lse_shape(dense), formats.float32)},
+            saved={"lse": Meta(lse_shape(dense), formats.float32)},
             kept=(*layout, "o", *extras),
-            grads={n: Meta(_meta(metas, n).shape, _meta(metas, n).dtype) for n in (*layout, "bias", "softmax_offset") if n in needs},
+            grads={n: Meta(meta_of(metas, n).shape, meta_of(metas, n).dtype) for n in (*layout, "bias", "softmax_offset") if n in needs},
         )
 
     def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
-        dense, kind = _dense(spec, metas), signature.outputs["o"].dtype
+        dense, kind = dense_of(spec, metas), signature.outputs["o"].dtype
         shapes = [part.shape for part in dense.parts.values()]
         dbias = signature.grads["bias"].shape if "bias" in signature.grads else None
 
@@ -98,7 +98,7 @@ class Attention(Operation):
 
         scratch = workspace(False) | padded((*dense.shapes, "o"))
         if not signature.saved:
-            return Plan(spec, signature, kernels, scratch | {"lse": Meta(_lse_shape(dense), formats.float32)}, {}, dense)
+            return Plan(spec, signature, kernels, scratch | {"lse": Meta(lse_shape(dense), formats.float32)}, {}, dense)
         backward = workspace(True) | padded((*dense.shapes, "o", "do", *(f"d{name}" for name in dense.shapes)))
         if not spec.packed:
             backward |= {f"dense_d{name}": Meta(shape, kind) for name, shape in dense.shapes.items() if name not in signature.grads}
@@ -106,29 +106,29 @@ class Attention(Operation):
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         spec, dense = plan.spec, plan.extra
-        q, k, v = _parts(dense, {name: _unpacked(plan, inputs, inputs[name], name, scratch, stream) for name in dense.shapes})
+        q, k, v = _parts(dense, {name: unpacked(plan, inputs, inputs[name], name, scratch, stream) for name in dense.shapes})
         o = scratch["dense_o"] if spec.packed else outputs["o"]
         lse = saved["lse"] if plan.signature.saved else scratch["lse"]
-        plan.kernels.attention_fwd(q, k, v, _heads_apart(o, dense), lse, _extras(spec, inputs), dense.spec, scratch["workspace"], stream)
+        plan.kernels.attention_fwd(q, k, v, heads_apart(o, dense), lse, extras_of(spec, inputs), dense.spec, scratch["workspace"], stream)
         if spec.packed:
-            plan.kernels.pack_sequences(o, _tokens(outputs["o"]), *_places(inputs, "q"), stream)
+            plan.kernels.pack_sequences(o, tokens_of(outputs["o"]), *places_of(inputs, "q"), stream)
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
         spec, dense = plan.spec, plan.extra
-        q, k, v = _parts(dense, {name: _unpacked(plan, kept, kept[name], name, scratch, stream) for name in dense.shapes})
-        o = _heads_apart(_unpacked(plan, kept, kept["o"], "o", scratch, stream), dense)
-        do = _heads_apart(_unpacked(plan, kept, cotangents["o"], "do", scratch, stream), dense)
+        q, k, v = _parts(dense, {name: unpacked(plan, kept, kept[name], name, scratch, stream) for name in dense.shapes})
+        o = heads_apart(unpacked(plan, kept, kept["o"], "o", scratch, stream), dense)
+        do = heads_apart(unpacked(plan, kept, cotangents["o"], "do", scratch, stream), dense)
         whole = {name: scratch.get(f"dense_d{name}") or grads[name] for name in dense.shapes}
         dq, dk, dv = _parts(dense, whole)
         plan.kernels.attention_bwd(
-            do, q, k, v, o, saved["lse"], dq, dk, dv, grads.get("bias"), grads.get("softmax_offset"), _extras(spec, kept), dense.spec,
+            do, q, k, v, o, saved["lse"], dq, dk, dv, grads.get("bias"), grads.get("softmax_offset"), extras_of(spec, kept), dense.spec,
             spec.deterministic, scratch["workspace"], stream,
         )  # fmt: skip
         if spec.packed:
             for name in dense.shapes:
                 if name in plan.signature.grads:
-                    plan.kernels.pack_sequences(whole[name], _tokens(grads[name]), *_places(kept, _side(name)), stream)
+                    plan.kernels.pack_sequences(whole[name], tokens_of(grads[name]), *places_of(kept, _side(name)), stream)
 
 
 attention = Attention()
@@ -148,13 +148,13 @@ def _there(view: ArrayView | None) -> ArrayView:
     return view
 
 
-def _heads_apart(o: ArrayView | None, dense: Dense) -> ArrayView:
+def heads_apart(o: ArrayView | None, dense: Dense) -> ArrayView:
     """o (s, b, h * d_v) as (s, b, h, d_v)."""
     shape = (*dense.parts["q"].shape[:3], dense.spec.head_dim_v)
     return _there(o).with_strides(shape, contiguous_strides(shape))
 
 
-def _extras(spec: AttentionSpec, views: Views) -> AttentionExtras:
+def extras_of(spec: AttentionSpec, views: Views) -> AttentionExtras:
     """What the kernels read beside q, k and v; a generator that is at hand but not needed is left out."""
     rng = views["rng"] if spec.dropout else None
     return AttentionExtras(rng=rng, **{name: views.get(name) for name in AttentionExtras._fields if name != "rng"})
@@ -165,31 +165,32 @@ def _side(name: str) -> str:
     return "kv" if name in ("k", "v", "kv") else "q"
 
 
-def _places(views: Views, side: str) -> tuple[ArrayView, ArrayView]:
+def places_of(views: Views, side: str) -> tuple[ArrayView, ArrayView]:
     """Running sums of the true lengths, and where the sequences start."""
     lengths = _there(views[f"cu_seqlens_{side}"])
     return lengths, views.get(f"cu_seqlens_{side}_padded") or lengths
 
 
-def _tokens(view: ArrayView | None) -> ArrayView:
+def tokens_of(view: ArrayView | None) -> ArrayView:
     """(t, h * d) or (t, h, d) as a matrix of tokens."""
     view = _there(view)
     return view.reshape(view.shape[0], -1)
 
 
-def _unpacked(plan: Plan, views: Views, view: ArrayView | None, name: str, scratch: Views, stream: int) -> ArrayView:
+def unpacked(plan: Plan, views: Views, view: ArrayView | None, name: str, scratch: Views, stream: int) -> ArrayView:
     """An array in the padded form that the kernels take; itself where it has it."""
     if not plan.spec.packed:
         return _there(view)
     dense = _there(scratch[f"dense_{name}"])
-    plan.kernels.unpack_sequences(_tokens(view), dense, *_places(views, _side(name)), stream)
+    plan.kernels.unpack_sequences(tokens_of(view), dense, *places_of(views, _side(name)), stream)
     return dense
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _meta(metas: Metas, name: str) -> Meta:
+def meta_of(metas: Metas, name: str) -> Meta:
+    """The input's meta; ShapeError where there is none."""
     meta = metas.get(name)
     if meta is None:
         raise ShapeError(expected("attention", name, None, "an array"))
@@ -201,19 +202,20 @@ def _leading(spec: AttentionSpec, shape: Shape) -> Shape:
     return shape[: 1 if spec.packed else 2]
 
 
-def _lse_shape(dense: Dense) -> Shape:
+def lse_shape(dense: Dense) -> Shape:
+    """(b, h, s_q)."""
     form, q = dense.spec.qkv_format, dense.parts["q"].shape
     return batch_of(form, q), dense.spec.num_heads, length_of(form, q)
 
 
-def _dense(spec: AttentionSpec, metas: Metas) -> Dense:
+def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
     """The call in a padded format."""
     inner = dataclasses.replace(spec, qkv_format="bshd") if spec.packed else spec
     shapes, parts = {}, {}
     for name, letters in LAYOUTS[spec.layout].items():
-        leading = _leading(spec, _meta(metas, name).shape)
+        leading = _leading(spec, meta_of(metas, name).shape)
         if spec.packed:
-            leading = (_meta(metas, "cu_seqlens_q").shape[0] - 1, spec.max_seqlen_kv if _side(name) == "kv" else spec.max_seqlen_q)
+            leading = (meta_of(metas, "cu_seqlens_q").shape[0] - 1, spec.max_seqlen_kv if _side(name) == "kv" else spec.max_seqlen_q)
         width, offset = spec.width(letters), 0
         shapes[name] = (*leading, width)
         for part in letters:
@@ -227,16 +229,16 @@ def _dense(spec: AttentionSpec, metas: Metas) -> Dense:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
+def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
     """Refuse inputs that do not fit ``spec`` or each other; the dtype of all of them."""
     layout = LAYOUTS[spec.layout]
-    kind = _meta(metas, next(iter(layout))).dtype
+    kind = meta_of(metas, next(iter(layout))).dtype
     if kind not in HIGH_PRECISION:
         raise FormatError(expected("attention", next(iter(layout)), kind, "float32, bfloat16 or float16"))
     rows: dict[str, tuple[str, Shape]] = {}  # side of the product -> (input, leading dimensions) first seen there
     dims = 1 if spec.packed else 2
     for name, parts in layout.items():
-        shape, dtype = _meta(metas, name)[:2]
+        shape, dtype = meta_of(metas, name)[:2]
         if dtype is not kind:
             raise FormatError(expected("attention", name, dtype, f"{kind} as the other inputs"))
         wanted = [(spec.width(parts),), *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else [])]
@@ -253,7 +255,7 @@ def _check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
         if len(batches) > 1:
             raise ShapeError(expected("attention", "batch", f"{batches}", "one batch size"))
         return kind
-    lengths = _meta(metas, "cu_seqlens_q").shape
+    lengths = meta_of(metas, "cu_seqlens_q").shape
     if len(lengths) != 1 or lengths[0] < 2:
         raise ShapeError(expected("attention", "cu_seqlens_q", f"shape {lengths}", "(batch + 1,)"))
     if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
@@ -272,9 +274,9 @@ class _Extra(NamedTuple):
     why: str
 
 
-def _check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
+def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
     """What comes beside q, k and v: there where it is needed, and as it should be. The names that are there, but for an unused rng."""
-    batch, heads, rows = _lse_shape(dense)
+    batch, heads, rows = lse_shape(dense)
     columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
     over_scores: list[Shape] = [(b, h, r, columns) for b in {1, batch} for h in {1, heads} for r in {1, rows}]
     lengths: list[Shape] = [(batch + 1,)]

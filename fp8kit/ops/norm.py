@@ -1,9 +1,9 @@
-"""``norm``: LayerNorm and RMSNorm alone; ``NormSpec`` and the checks that the fused operations share."""
+"""``norm``: LayerNorm, RMSNorm and L2 normalisation alone; ``NormSpec`` and the checks that the fused operations share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8kit.errors import FormatError, expected
 from fp8kit.formats import float32, uint8
@@ -20,9 +20,11 @@ class NormSpec:
     epsilon: float = 1e-5
     zero_centered_gamma: bool = False
 
+    known: ClassVar[tuple[str, ...]] = ("LayerNorm", "RMSNorm")
+
     def __post_init__(self) -> None:
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
-            raise FormatError(expected("norm", "normalization", repr(self.normalization), '"LayerNorm" or "RMSNorm"'))
+        if self.normalization not in self.known:
+            raise FormatError(expected("norm", "normalization", repr(self.normalization), " or ".join(map(repr, self.known))))
 
     @property
     def centered(self) -> bool:
@@ -50,14 +52,28 @@ class NormSpec:
         return {"x": Meta(x.shape, x.dtype)} | {name: Meta((self.features,), x.dtype) for name in self.inputs()}
 
 
+@dataclass(frozen=True)
+class L2NormSpec(NormSpec):
+    """y = x / sqrt(sum of x^2 + epsilon), without parameters: of ``norm`` alone, no fused operation has it."""
+
+    normalization: str = "L2Normalization"
+    epsilon: float = 1e-6
+
+    known: ClassVar[tuple[str, ...]] = ("L2Normalization",)
+
+    def inputs(self) -> tuple[str, ...]:
+        return ()
+
+
 class Norm(Operation):
-    """y = norm(x). Inputs: x h (..., N), norm_weight, norm_bias h (N,). Output: y. Gradients of all."""
+    """y = norm(x). Inputs: x h (..., N), norm_weight, norm_bias h (N,) where the norm has them. Output: y. Gradients of all."""
 
     name = "norm"
 
     def infer(self, spec: NormSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         x = spec.check(self.name, metas)
-        return Signature({"y": Meta(x.shape, x.dtype)}, spec.saved(row_count(x)), ("x", "norm_weight"), spec.grads(x) if needs else {})
+        kept = ("x", *spec.inputs()[:1])
+        return Signature({"y": Meta(x.shape, x.dtype)}, spec.saved(row_count(x)), kept, spec.grads(x) if needs else {})
 
     def plan(self, spec: NormSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         x = spec.check(self.name, metas)
@@ -70,7 +86,7 @@ class Norm(Operation):
         assert x is not None and y is not None
         plan.kernels.norm_fwd(
             x.rows(),
-            inputs["norm_weight"],
+            inputs.get("norm_weight"),
             inputs.get("norm_bias"),
             y.rows(),
             saved.get("mean"),
@@ -90,12 +106,12 @@ class Norm(Operation):
         plan.kernels.norm_bwd(
             dy.rows(),
             x.rows(),
-            kept["norm_weight"],
+            kept.get("norm_weight"),
             saved.get("mean"),
             saved["rstd"],
             None,
             dx.rows(),
-            grads["norm_weight"],
+            grads.get("norm_weight"),
             grads.get("norm_bias"),
             s.normalization,
             s.zero_centered_gamma,

@@ -2,28 +2,58 @@
 
 fc1's output is kept without its bias; the activation kernels add it on the way, write their result in FP8 for fc2, and in backward
 give fc1's bias gradient and fc1's FP8 output gradient in the same pass.
+
+With ``recompute`` forward runs as in inference, and keeps beside its inputs only the numbers that its casts were made with (scales, or
+amaxes). Backward begins with norm, fc1 and activation once more, and the cast of fc2's weight, but not fc2's product: the same kernels on
+the same values, so the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fp8kit.arrays import ArrayView
+from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import FormatError, ShapeError, expected
-from fp8kit.formats import uint8
+from fp8kit.formats import float32, uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormStage
 from fp8kit.ops.product import Product, ProductSpec, row_count
+from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
-# activation -> columns of its input for one column of its output
-ACTIVATIONS = {"gelu": 1, "relu": 1, "silu": 1, "swiglu": 2}
+
+def activation_numbers(operation: str, activation: str, params: Mapping[str, Any] | None) -> tuple[float, ...]:
+    """The numbers that ``activation``'s kernels take, from ``params`` by name and the defaults of ``backends.activation``.
+
+    FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit that is not positive.
+    """
+    row = ACTIVATIONS.get(activation)
+    if row is None:
+        raise FormatError(expected(operation, "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
+    given = dict(params or {})
+    unknown = sorted(set(given) - set(row.params))
+    if unknown:
+        wanted = f"names out of {', '.join(row.params)}" if row.params else f"none for {activation}"
+        raise FormatError(expected(operation, "activation_params", ", ".join(map(repr, unknown)), wanted))
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+            raise FormatError(expected(operation, f"activation_params[{name!r}]", repr(value), "a finite number"))
+        if name == "limit" and value <= 0:
+            raise FormatError(expected(operation, "activation_params['limit']", value, "a positive number"))
+    return tuple(float(given.get(name, default)) for name, default in row.params.items())
 
 
 @dataclass(frozen=True)
 class NormMLPSpec:
-    """``fc1`` (prefix "fc1_", bias "deferred" or "none": the activation adds it) and ``fc2`` (prefix "fc2_"); see ``NormLinearSpec``."""
+    """``fc1`` (prefix "fc1_", bias "deferred" or "none": the activation adds it) and ``fc2`` (prefix "fc2_"); see ``NormLinearSpec``.
+
+    ``activation``: a name of ``backends.activation``. ``activation_params``: its numbers, see ``activation_numbers``; () is the defaults.
+    ``recompute``: no activation is kept for backward.
+    """
 
     norm: NormSpec
     fc1: ProductSpec
@@ -31,12 +61,19 @@ class NormMLPSpec:
     activation: str = "gelu"
     residual: bool = False
     return_norm: bool = False
+    activation_params: tuple[float, ...] = ()
+    recompute: bool = False
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise FormatError(expected("norm_mlp", "activation", repr(self.activation), f"one of {', '.join(ACTIVATIONS)}"))
-        if self.fc1.out_features != ACTIVATIONS[self.activation] * self.fc2.in_features:
-            wanted = f"{ACTIVATIONS[self.activation]} * {self.fc2.in_features} for {self.activation}"
+        defaults = activation_numbers("norm_mlp", self.activation, None)
+        if not self.activation_params:
+            object.__setattr__(self, "activation_params", defaults)
+        if len(self.activation_params) != len(defaults):
+            wanted = f"{len(defaults)} numbers for {self.activation}"
+            raise FormatError(expected("norm_mlp", "activation_params", self.activation_params, wanted))
+        parts = ACTIVATIONS[self.activation].parts
+        if self.fc1.out_features != parts * self.fc2.in_features:
+            wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
             raise ShapeError(expected("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted))
         if self.fc1.bias == "add":
             object.__setattr__(self, "fc1", replace(self.fc1, bias="deferred"))
@@ -44,6 +81,8 @@ class NormMLPSpec:
 
 @dataclass(frozen=True)
 class _Stages:
+    """Norm, fc1 and fc2 as one pass sees them."""
+
     norm: NormStage
     fc2: Product
 
@@ -60,6 +99,63 @@ class _Stages:
     def reach(self) -> bool:
         """Whether a gradient is wanted beyond fc2."""
         return self.fc2.needs_x
+
+    def saved(self) -> dict[str, Meta]:
+        """What forward fills for backward."""
+        out = self.norm.saved() | self.fc1.saved() | self.fc2.saved()
+        if self.reach:
+            out["h"] = Meta((self.fc1.m, self.fc1.n), self.norm.x.dtype)
+        if self.fc2.needs_w and self.fc2.spec.fp8 is None:
+            out["act"] = Meta((self.fc2.m, self.fc2.k), self.norm.x.dtype)
+        return out
+
+    def scratch(self) -> dict[str, Meta]:
+        """Forward's temporaries, the workspace aside."""
+        saved = self.saved()
+        out = self.norm.scratch() | self.fc1.scratch() | self.fc2.scratch()
+        if "h" not in saved:
+            out["h"] = Meta((self.fc1.m, self.fc1.n), self.norm.x.dtype)
+        if "act" not in saved and not self.delayed:
+            out["act"] = Meta((self.fc2.m, self.fc2.k), self.norm.x.dtype)
+        return out
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The stages of forward and of backward. ``numbers``: where backward recomputes, float32 [1] input of its pass -> the input or output
+    of forward that holds it; None where nothing is recomputed."""
+
+    forward: _Stages
+    backward: _Stages
+    numbers: dict[str, str] | None = None
+
+    def again(self) -> dict[str, Meta]:
+        """Buffers of the pass that backward recomputes: what forward would have kept, and its temporaries but for fc2's product."""
+        left_out = {f"fc2_{name}" for name in ("x_q", "x_q_inv", "w_q", "w_q_inv")}
+        metas = self.backward.saved() | self.backward.scratch()
+        return {name: meta for name, meta in metas.items() if name not in left_out}
+
+
+def _numbers(product: Product) -> dict[str, str]:
+    """``_Passes.numbers`` of one product."""
+    fp8, p = product.spec.fp8, product.spec.prefix
+    if fp8 is None or fp8.blocks:
+        return {}
+    operands = ("x",) if product.spec.weight_cached else ("x", "w")
+    by_source = {"scale": ("scale", "scale"), "current": ("amax_in", "amax"), "amax": ("amax_in", "amax_in")}
+    found = {}
+    for operand in operands:
+        own, source = by_source[getattr(fp8, operand).source]
+        found[f"{p}{operand}_{own}"] = f"{p}{operand}_{source}"
+    return found
+
+
+def _known(spec: ProductSpec) -> ProductSpec:
+    """The product with amaxes as inputs where it takes them itself."""
+    if spec.fp8 is None:
+        return spec
+    x, w = (replace(quant, source="amax") if quant.source == "current" else quant for quant in (spec.fp8.x, spec.fp8.w))
+    return replace(spec, fp8=replace(spec.fp8, x=x, w=w))
 
 
 class NormMLP(Operation):
@@ -82,34 +178,37 @@ class NormMLP(Operation):
         keep = spec.return_norm or (spec.fc1.fp8 is None and fc1.needs_w)
         return _Stages(NormStage(spec.norm, fc1, x, keep, spec.return_norm), fc2)
 
+    def _passes(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Passes:
+        whole = self._stages(spec, metas, needs)
+        if not (spec.recompute and (whole.reach or whole.fc2.needs_w)):
+            return _Passes(whole, whole)
+        second = replace(spec, fc1=_known(spec.fc1), fc2=_known(spec.fc2), return_norm=False)
+        numbers = _numbers(whole.fc1) | _numbers(whole.fc2)
+        return _Passes(self._stages(spec, metas, frozenset()), self._stages(second, metas, needs), numbers)
+
     def infer(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> Signature:
-        st = self._stages(spec, metas, needs)
+        passes = self._passes(spec, metas, needs)
+        first, st = passes.forward, passes.backward
         fc1, fc2, x = st.fc1, st.fc2, st.norm.x
-        fc1.check(self.name, metas)
-        fc2.check(self.name, metas)
-        outputs = {"y": Meta((*x.shape[:-1], fc2.n), x.dtype)} | fc1.outputs() | fc2.outputs()
+        first.fc1.check(self.name, metas)
+        first.fc2.check(self.name, metas)
+        outputs = {"y": Meta((*x.shape[:-1], fc2.n), x.dtype)} | first.fc1.outputs() | first.fc2.outputs()
         if spec.return_norm:
             outputs["normed"] = Meta(x.shape, x.dtype)
-        saved = st.norm.saved() | fc1.saved() | fc2.saved()
-        if st.reach:
-            saved["h"] = Meta((fc1.m, fc1.n), x.dtype)
-        if fc2.needs_w and spec.fc2.fp8 is None:
-            saved["act"] = Meta((fc2.m, fc2.k), x.dtype)
-        kept = (
-            "x",
-            "norm_weight",
-            *(fc1.biases if st.reach else ()),
-            *fc1.kept(),
-            *fc2.kept(),
-            *(("normed",) if spec.return_norm and spec.fc1.fp8 is None else ()),
-        )
+        kept: tuple[str, ...] = ("x", "norm_weight", *fc1.kept(), *fc2.kept())
+        if passes.numbers is None:
+            saved = st.saved()
+            kept += (*(fc1.biases if st.reach else ()), *(("normed",) if spec.return_norm and spec.fc1.fp8 is None else ()))
+        else:
+            saved = {"numbers": Meta((SLOT * len(passes.numbers),), float32)} if passes.numbers else {}
+            kept += (*spec.norm.inputs(), *fc1.biases, *fc1.read_again(), *(fc2.read_again() if st.reach else ()))
         grads = (spec.norm.grads(x) if fc1.needs_x else {}) | fc1.grads() | fc2.grads()
-        return Signature(outputs, saved, kept, grads, {"residual": "x"} if spec.residual else {})
+        return Signature(outputs, saved, tuple(dict.fromkeys(kept)), grads, {"residual": "x"} if spec.residual else {})
 
     def plan(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
-        st = self._stages(spec, metas, needs)
+        passes = self._passes(spec, metas, needs)
+        first, st = passes.forward, passes.backward
         fc1, fc2, x = st.fc1, st.fc2, st.norm.x
-        signature = self.infer(spec, metas, needs)
         space = max(
             fc1.workspace(kernels),
             fc2.workspace(kernels),
@@ -118,50 +217,86 @@ class NormMLP(Operation):
             1,
         )
         common = {"workspace": Meta((space,), uint8)}
-        forward = st.norm.scratch() | fc1.scratch() | fc2.scratch() | common
-        if "h" not in signature.saved:
-            forward["h"] = Meta((fc1.m, fc1.n), x.dtype)
-        if "act" not in signature.saved and not st.delayed:
-            forward["act"] = Meta((fc2.m, fc2.k), x.dtype)
+        forward = first.scratch() | common
         backward = fc1.backward_scratch() | fc2.backward_scratch() | common
+        if passes.numbers is not None:
+            forward |= first.saved()
+            backward |= passes.again()
         if st.reach:
             backward["dact"] = Meta((fc2.m, fc2.k), x.dtype)
             if not st.delayed or not (fc1.needs_x or fc1.needs_w):
                 backward["dh"] = Meta((fc1.m, fc1.n), x.dtype)
         if fc1.needs_x:
             backward["dnormed"] = st.norm.meta()
-        return Plan(spec, signature, kernels, forward, backward, st, st.norm.measure_scratch())
+        signature = self.infer(spec, metas, needs)
+        return Plan(spec, signature, kernels, forward, backward, passes, first.norm.measure_scratch())
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
-        st: _Stages = plan.extra
+        st: _Stages = plan.extra.forward
         st.norm.measure(plan.kernels, inputs, outputs, scratch, stream)
         st.fc2.measure_weight(plan.kernels, inputs, outputs, stream)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        st: _Stages = plan.extra
-        spec: NormMLPSpec = plan.spec
-        k, fc1, fc2 = plan.kernels, st.fc1, st.fc2
-        x, y = inputs["x"], outputs["y"]
-        h = saved.get("h") or scratch.get("h")
+        passes: _Passes = plan.extra
+        k, st, y = plan.kernels, passes.forward, outputs["y"]
+        assert y is not None
+        own = saved if passes.numbers is None else {name: scratch[name] for name in st.saved()}
+        h = self._fc1(plan, st, inputs, outputs, own, scratch, stream)
+        act = self._activate(plan, st, h, inputs, outputs, own, scratch, stream)
+        st.fc2.fprop(k, act if act is not None else h, inputs, outputs, own, scratch, y.rows(), stream)
+        for i, source in enumerate((passes.numbers or {}).values()):
+            numbers = saved["numbers"]
+            assert numbers is not None
+            k.copy(inputs.get(source) or outputs[source], numbers.slice(0, SLOT * i, 1), stream)
+
+    def _fc1(self, plan: Plan, st: _Stages, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> ArrayView:
+        """norm(x) W1^T, kept for backward where it is wanted there."""
+        x, h = inputs["x"], saved.get("h") or scratch.get("h")
+        assert x is not None and h is not None
+        normed = st.norm.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
+        st.fc1.fprop(plan.kernels, normed if normed is not None else x.rows(), inputs, outputs, saved, scratch, h, stream)
+        return h
+
+    def _activate(
+        self, plan: Plan, st: _Stages, h: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+    ) -> ArrayView | None:
+        """act(h + b1), cast for fc2; None where it was written in FP8 only."""
+        s: NormMLPSpec = plan.spec
+        k, fc2 = plan.kernels, st.fc2
         act = saved.get("act") or scratch.get("act")
-        assert x is not None and y is not None and h is not None
-        normed = st.norm.forward(k, inputs, outputs, saved, scratch, stream)
-        fc1.fprop(k, normed if normed is not None else x.rows(), inputs, outputs, saved, scratch, h, stream)
         current = fc2.takes_amax("x")
         cast = fc2.x_cast(inputs, outputs, saved, scratch) if st.delayed else None
-        k.act_fwd(h, inputs.get("fc1_bias0"), act, outputs["fc2_x_amax"] if current else None, cast, spec.activation, stream)
+        amax = outputs["fc2_x_amax"] if current else None
+        k.act_fwd(h, inputs.get("fc1_bias0"), act, amax, cast, s.activation, s.activation_params, stream)
         if not st.delayed:
             assert act is not None
             fc2.cast_x(k, act, inputs, outputs, saved, scratch, stream, amax_known=current)
-        fc2.fprop(k, act if act is not None else h, inputs, outputs, saved, scratch, y.rows(), stream)
+        return act
+
+    def _again(self, plan: Plan, kept: Views, saved: Views, scratch: Views, stream: int) -> Views:
+        """Forward once more, for what backward reads of it; returns that, by the names under which forward would have saved it."""
+        st: _Stages = plan.extra.backward
+        inputs = dict(kept)
+        for i, name in enumerate(plan.extra.numbers):
+            numbers = saved["numbers"]
+            assert numbers is not None
+            inputs[name] = numbers.slice(0, SLOT * i, 1)
+        made = {name: scratch[name] for name in st.saved()}
+        h = self._fc1(plan, st, inputs, {}, made, scratch, stream)
+        if st.fc2.needs_w:
+            self._activate(plan, st, h, inputs, {}, made, scratch, stream)
+        st.fc2.save_weight(plan.kernels, inputs, made, scratch, stream)
+        return made
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
-        st: _Stages = plan.extra
-        spec: NormMLPSpec = plan.spec
+        passes: _Passes = plan.extra
+        st, spec = passes.backward, plan.spec
         k, fc1, fc2 = plan.kernels, st.fc1, st.fc2
         g = cotangents["y"]
         assert g is not None
         g2 = g.rows()
+        if passes.numbers is not None:
+            saved = self._again(plan, kept, saved, scratch, stream)
         fc2.cast_g(k, g2, kept, grads, scratch, stream)
         if fc2.needs_w:
             fc2.wgrad(k, g2, saved.get("act"), saved, grads, scratch, stream)
@@ -182,6 +317,7 @@ class NormMLP(Operation):
             grads["fc1_g_amax"] if current else None,
             fc1.g_cast(kept, grads, scratch) if fused else None,
             spec.activation,
+            spec.activation_params,
             scratch["workspace"],
             stream,
         )

@@ -101,6 +101,10 @@ class Product:
         """Inputs that backward reads."""
         return ()
 
+    def read_again(self) -> tuple[str, ...]:
+        """The inputs that hold the weight, for a second ``fprop`` or for ``save_weight``."""
+        return tuple(self.weights)
+
     def grads(self) -> dict[str, Meta]:
         """Gradients of weights and biases, and the amax of g where there is one."""
         out: dict[str, Meta] = {}
@@ -159,6 +163,9 @@ class Product:
     def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
         """y = x W^T (+ bias). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel."""
         raise NotImplementedError
+
+    def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        """Of what ``fprop`` does, only what backward reads of the weight: its cast for dgrad, nothing in high precision."""
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,9 @@ class BlockProduct(Product):
     def kept(self) -> tuple[str, ...]:
         return tuple(self._operand("w_qt", self.k, self.n, self.fp8.w)) if self.spec.weight_cached and self.needs_x else ()
 
+    def read_again(self) -> tuple[str, ...]:
+        return tuple(self._operand("w_q", self.n, self.k, self.fp8.w)) if self.spec.weight_cached else super().read_again()
+
     def scratch(self) -> dict[str, Meta]:
         out = self._operand("x_q", self.m, self.k, self.fp8.x)
         if not self.spec.weight_cached:
@@ -92,6 +95,10 @@ class BlockProduct(Product):
             weight = {**scratch, **saved}
             self.cast_weight(k, inputs, outputs, weight, scratch, stream)
         self._multiply(k, "x_q", scratch, "w_q", weight, y, bias, scratch, stream)
+
+    def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        if self.needs_x and not self.spec.weight_cached:
+            self.cast_weight(k, inputs, {}, saved, scratch, stream)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,10 @@ class TensorProduct(Product):
         p = self.spec.prefix
         return (f"{p}w_qt", f"{p}w_scale_inv") if self.spec.weight_cached and self.needs_x else ()
 
+    def read_again(self) -> tuple[str, ...]:
+        p = self.spec.prefix
+        return (f"{p}w_q", f"{p}w_scale_inv") if self.spec.weight_cached else super().read_again()
+
     def grads(self) -> dict[str, Meta]:
         amax = {f"{self.spec.prefix}g_amax": Meta((1,), float32, zero=True)} if self.needs_x or self.needs_w else {}
         return super().grads() | amax
@@ -112,7 +116,7 @@ class TensorProduct(Product):
         p = self.spec.prefix
         return Cast(
             self.fp8.x.format,
-            scratch[f"{p}x_q"],
+            scratch.get(f"{p}x_q"),
             saved.get(f"{p}x_qt"),
             given(inputs, f"{p}x_scale"),
             self._scale_inv(saved, scratch, 0),
@@ -124,12 +128,12 @@ class TensorProduct(Product):
     ) -> None:
         p = self.spec.prefix
         scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs, scratch)
-        q, q_t, inv = scratch[f"{p}x_q"], saved.get(f"{p}x_qt"), self._scale_inv(saved, scratch, 0)
+        q, q_t, inv = scratch.get(f"{p}x_q"), saved.get(f"{p}x_qt"), self._scale_inv(saved, scratch, 0)
         quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)
 
     def cast_weight(self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int) -> None:
         s, quant, p = self.spec, self.fp8.w, self.spec.prefix
-        w_q, w_qt, scale_inv = given(made, f"{p}w_q"), made.get(f"{p}w_qt"), given(made, f"{p}w_scale_inv")
+        w_q, w_qt, scale_inv = made.get(f"{p}w_q"), made.get(f"{p}w_qt"), given(made, f"{p}w_scale_inv")
         scale, amax = self._source(quant.source, "w", inputs, outputs, scratch)
         assert scale is not None
         parts = [given(inputs, name) for name in self.weights]
@@ -140,7 +144,7 @@ class TensorProduct(Product):
             k.scale_from_amax(amax, scale, scale_inv, quant.format.max, quant.power_2, quant.epsilon, FLT_MAX, stream)
         for i, (part, start) in enumerate(zip(parts, self.starts, strict=True)):
             rows = (self.np if i + 1 == len(parts) else start + s.segments[i]) - start
-            q: ArrayView | None = w_q.slice(0, start, rows)
+            q = None if w_q is None else w_q.slice(0, start, rows)
             q_t = None if w_qt is None else w_qt.slice(1, start, rows)
             if not self.oi:
                 q, q_t = q_t, q
@@ -167,6 +171,12 @@ class TensorProduct(Product):
         w_q, w_inv = given(weight, f"{p}w_q"), given(weight, f"{p}w_scale_inv")
         x_q, x_inv, space = scratch[f"{p}x_q"], self._scale_inv(saved, scratch, 0), scratch["workspace"]
         k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, False, f.fprop_fast, space, stream)
+
+    def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        p = self.spec.prefix
+        if self.needs_x and not self.spec.weight_cached:
+            made = {f"{p}w_qt": saved[f"{p}w_qt"], f"{p}w_scale_inv": self._scale_inv(saved, scratch, 1)}
+            self.cast_weight(k, inputs, {}, made, scratch, stream)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 // functions: act_fwd, act_bwd
-// variants: ACT=gelu,relu,silu,swiglu; T=f32,bf16,f16
+// variants: ACT=gelu,qgelu,relu,silu,srelu,geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16
 //
-// y = ACT(x + bias) and its gradient, written as T, as FP8 codes in either orientation, or both, with amax and column sums, in one pass.
+// y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either orientation, or both, with amax and column sums, in one pass.
 //
 // A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8 columns of a tile: 16-byte reads,
 // 8 neighbouring codes of q a write; the transposed codes are turned in registers and pass through shared memory, so that q_t is written
@@ -23,44 +23,90 @@ DEVICE float clamp_nan(float x, float low, float high) {
   return y;
 }
 
+// An activation has `value(u)`, `gradient(u, dy)` = dy * slope, and, where it is gated, what the second half v of the columns becomes:
+// `factor(v)`, and whether its gradient passes there.
+struct Params { float limit, alpha, offset; };
+#define VALUE static __device__ __forceinline__ float value(float x, const Params& p)
+#define GRADIENT static __device__ __forceinline__ float gradient(float x, float dy, const Params& p)
+
+struct plain {
+  static constexpr bool gated = false;
+  static __device__ __forceinline__ float factor(float v, const Params& p) { return v; }
+  static __device__ __forceinline__ bool passes(float v, const Params& p) { return true; }
+};
+
 // The smooth activations are x * sigmoid(w(x)), with e = exp(-w): value = x / (1 + e), |error| <= 2**-21 |x|; -Inf gives -0 since x is
 // held finite there. Their slope is s + x w'(x) s (1 - s), s = 1 / (1 + e) and 1 - s = e s, which cancels nothing, |error| <= 2**-20;
 // x is clamped first to where exp(-w) is finite and the slope is within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
-constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LOG2_E = 1.4426950408889634f, LEAST = -3.0e38f, MOST_W = 80.0f;
 
-struct silu {
-  static constexpr bool gated = false;
-  static __device__ __forceinline__ float value(float x) {
-    return fmaxf(x, -3.0e38f) * reciprocal_fast(1.0f + exp2_fast(-LOG2_E * x));
-  }
-  static __device__ __forceinline__ float gradient(float x, float dy) {
-    const float c = clamp_nan(x, -80.0f, 80.0f), e = exp2_fast(-LOG2_E * c), s = reciprocal_fast(1.0f + e);
-    return dy * (s + c * (s * (e * s)));
-  }
-};
-
-struct swiglu : silu {
-  static constexpr bool gated = true;
-};
-
-struct gelu {  // the tanh form: 0.5 (1 + tanh(u)) is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3)
-  static constexpr bool gated = false;
-  static constexpr float LINEAR = 1.5957691216057308f, CUBIC = LINEAR * 0.044715f;  // 2 u = x (LINEAR + CUBIC x**2)
+template <typename W> struct smooth : plain {  // w = x (LINEAR + CUBIC x**2), x clamped to FAR
   static __device__ __forceinline__ float exp_minus(float x) {
-    return exp2_fast(x * fmaf(x * x, -LOG2_E * CUBIC, -LOG2_E * LINEAR));
+    if (W::CUBIC == 0.0f) return exp2_fast(-LOG2_E * W::LINEAR * x);
+    return exp2_fast(x * fmaf(x * x, -LOG2_E * W::CUBIC, -LOG2_E * W::LINEAR));
   }
-  static __device__ __forceinline__ float value(float x) { return fmaxf(x, -3.0e38f) * reciprocal_fast(1.0f + exp_minus(x)); }
-  static __device__ __forceinline__ float gradient(float x, float dy) {
-    const float c = clamp_nan(x, -10.0f, 10.0f), e = exp_minus(c), s = reciprocal_fast(1.0f + e);
-    return dy * (s + c * fmaf(c * c, 3.0f * CUBIC, LINEAR) * (s * (e * s)));
+  VALUE { return fmaxf(x, LEAST) * reciprocal_fast(1.0f + exp_minus(x)); }
+  GRADIENT {
+    const float c = clamp_nan(x, -W::FAR, W::FAR), e = exp_minus(c), s = reciprocal_fast(1.0f + e);
+    const float rate = W::CUBIC == 0.0f ? W::LINEAR : fmaf(c * c, 3.0f * W::CUBIC, W::LINEAR);
+    return dy * (s + c * rate * (s * (e * s)));
   }
 };
 
-struct relu {
-  static constexpr bool gated = false;
-  static __device__ __forceinline__ float value(float x) { return max_nan(x, 0.0f); }
-  static __device__ __forceinline__ float gradient(float x, float dy) { return x > 0.0f ? dy : 0.0f; }
+struct silu_w { static constexpr float LINEAR = 1.0f, CUBIC = 0.0f, FAR = 80.0f; };
+struct qgelu_w { static constexpr float LINEAR = 1.702f, CUBIC = 0.0f, FAR = 47.0f; };
+// the tanh form: 0.5 (1 + tanh(u)) is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x**3)
+struct gelu_w { static constexpr float LINEAR = 1.5957691216057308f, CUBIC = LINEAR * 0.044715f, FAR = 10.0f; };
+
+struct sigmoid : plain {
+  VALUE { return reciprocal_fast(1.0f + exp2_fast(-LOG2_E * x)); }
+  GRADIENT {
+    const float e = exp2_fast(-LOG2_E * clamp_nan(x, -MOST_W, MOST_W)), s = reciprocal_fast(1.0f + e);
+    return dy * (s * (e * s));
+  }
 };
+
+struct clamped : plain {  // c sigmoid(alpha c), c = min(x, limit)
+  static __device__ __forceinline__ float below(float x, float limit) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
+    return y;
+  }
+  VALUE {
+    const float c = max_nan(below(x, p.limit), LEAST);
+    return c * reciprocal_fast(1.0f + exp2_fast(-LOG2_E * p.alpha * c));
+  }
+  GRADIENT {
+    const float w = clamp_nan(p.alpha * max_nan(below(x, p.limit), LEAST), -MOST_W, MOST_W);
+    const float e = exp2_fast(-LOG2_E * w), s = reciprocal_fast(1.0f + e);
+    return x > p.limit ? 0.0f : dy * (s + w * (s * (e * s)));
+  }
+  static __device__ __forceinline__ float factor(float v, const Params& p) { return clamp_nan(v, -p.limit, p.limit) + p.offset; }
+  static __device__ __forceinline__ bool passes(float v, const Params& p) { return !(fabsf(v) > p.limit); }
+};
+
+struct relu : plain {
+  VALUE { return max_nan(x, 0.0f); }
+  GRADIENT { return x > 0.0f ? dy : 0.0f; }
+};
+
+struct srelu : plain {
+  VALUE { return max_nan(x, 0.0f) * max_nan(x, 0.0f); }
+  GRADIENT { return x > 0.0f ? dy * (2.0f * x) : 0.0f; }
+};
+
+template <typename A> struct gate : A { static constexpr bool gated = true; };
+
+typedef smooth<silu_w> silu;
+typedef smooth<qgelu_w> qgelu;
+typedef smooth<gelu_w> gelu;
+typedef gate<sigmoid> glu;
+typedef gate<gelu> geglu;
+typedef gate<qgelu> qgeglu;
+typedef gate<relu> reglu;
+typedef gate<srelu> sreglu;
+typedef gate<silu> swiglu;
+typedef gate<clamped> clamped_swiglu;
 
 constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
 
@@ -115,7 +161,9 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
 
 // x: (M, PARTS * F), y: (M, F).
 extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS)
-act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles, Cast cast) {
+act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
+        f64 alpha, f64 offset, Cast cast) {
+  const Params params{(float)limit, (float)alpha, (float)offset};
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
   const i64 column_tile = blockIdx.x % column_tiles, first_tile = blockIdx.x / column_tiles * tiles;
@@ -143,8 +191,8 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
       float v[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        v[j] = ACT::value(value(in[0][k], j) + shifts[0][j]);
-        if (PARTS == 2) v[j] *= value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j];
+        v[j] = ACT::value(value(in[0][k], j) + shifts[0][j], params);
+        if (PARTS == 2) v[j] *= ACT::factor(value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j], params);
         v[j] = at.row + k < M ? v[j] : 0.0f;
       }
       const Eight<T> out = rounded8<T>(v);
@@ -160,7 +208,9 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
 
 // dy: (M, F), x and dx: (M, PARTS * F). partial: float32 (row blocks, PARTS * F), the column sums of each block's rows, or null.
 extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS)
-act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles, i64 tiles, Cast cast) {
+act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
+        f64 alpha, f64 offset, Cast cast) {
+  const Params params{(float)limit, (float)alpha, (float)offset};
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
   __shared__ float sums_of_warps[THREADS / 32][TILE_COLUMNS];
@@ -197,10 +247,11 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
       for (int j = 0; j < 8; ++j) {
         const float g = value(up[k], j), a = value(in[0][k], j) + shifts[0][j];
         if (PARTS == 2) {
-          d[0][j] = ACT::gradient(a, g * (value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j]));
-          d[PARTS - 1][j] = g * ACT::value(a);
+          const float second = value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j];
+          d[0][j] = ACT::gradient(a, g * ACT::factor(second, params), params);
+          d[PARTS - 1][j] = ACT::passes(second, params) ? g * ACT::value(a, params) : 0.0f;
         } else {
-          d[0][j] = ACT::gradient(a, g);
+          d[0][j] = ACT::gradient(a, g, params);
         }
       }
 #pragma unroll

@@ -2,7 +2,8 @@
 // variants: T=f32,bf16,f16
 //
 // LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019): y = (x - mean) * rstd * g + bias, written as T, as FP8 codes in either
-// orientation, or both; and the gradients. RMSNorm is the case mean = 0. g = weight + gain (gain is 1 for a zero-centred weight, else 0).
+// orientation, or both; and the gradients. RMSNorm is the case mean = 0. g = weight + gain: gain is 1 for a zero-centred weight, else 0. A
+// null weight is 0 throughout: L2 normalisation, x / sqrt(sum x^2 + epsilon), comes as epsilon / N for epsilon and gain = 1 / sqrt(N).
 
 #include "rows.cuh"
 
@@ -88,7 +89,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
     const i64 row = row0 + r, column = (i64)(i / fours) * 8;
     const int valid = columns_left(column, N);
     float g[8], b[8];
-    floats8(weight + column, valid, wide_weight, g);
+    floats8(weight == nullptr ? weight : weight + column, valid, wide_weight, g);
     floats8(bias == nullptr ? bias : bias + column, valid, wide_bias, b);
     Eight<T> in[4];
 #pragma unroll
@@ -142,7 +143,7 @@ struct Stats { float mean, rstd; };
 DEVICE Stats stats_of(const float* mean, const float* rstd, i64 row) { return Stats{mean == nullptr ? 0.0f : mean[row], rstd[row]}; }
 
 DEVICE Eight<T> weights(const T* weight, int v, int valid) {
-  return read8(weight + (v * blockDim.x + threadIdx.x) * 8, valid, rows_aligned<16>(weight, 0));
+  return read8(weight + (v * blockDim.x + threadIdx.x) * 8, weight == nullptr ? 0 : valid, rows_aligned<16>(weight, 0));
 }
 
 // N <= 8 V blockDim.x: everything of a row stays in registers, and (where they suffice) the next row is on its way while this one is
@@ -240,10 +241,11 @@ norm_bwd_any(const T* dy, const T* x, const T* weight, const float* mean, const 
   int parity = 0;
   for (i64 row = blockIdx.x; row < M; row += gridDim.x, parity ^= 1) {
     const Stats s = stats_of(mean, rstd, row);
+    const auto factor = [=](i64 c) { return (weight == nullptr ? 0.0f : to_float(weight[c])) + (float)gain; };
     float sum_d = 0.0f, sum_dx = 0.0f;
     for (i64 c = threadIdx.x; c < N; c += blockDim.x) {
       const float xhat = (to_float(x[row * N + c]) - s.mean) * s.rstd;
-      const float d = to_float(dy[row * N + c]) * (to_float(weight[c]) + (float)gain);
+      const float d = to_float(dy[row * N + c]) * factor(c);
       sum_d += d;
       sum_dx += d * xhat;
     }
@@ -251,7 +253,7 @@ norm_bwd_any(const T* dy, const T* x, const T* weight, const float* mean, const 
     const float mean_d = mean == nullptr ? 0.0f : total.x / (float)N, mean_dx = total.y / (float)N;
     for (i64 c = threadIdx.x; c < N; c += blockDim.x) {
       const float xhat = (to_float(x[row * N + c]) - s.mean) * s.rstd, g = to_float(dy[row * N + c]);
-      const float d = g * (to_float(weight[c]) + (float)gain), more = residual == nullptr ? 0.0f : to_float(residual[row * N + c]);
+      const float d = g * factor(c), more = residual == nullptr ? 0.0f : to_float(residual[row * N + c]);
       dx[row * N + c] = from_float<T>(s.rstd * (d - mean_d - xhat * mean_dx) + more);
       const bool first_row = row == blockIdx.x;
       dw[c] = (first_row ? 0.0f : dw[c]) + g * xhat;

@@ -122,6 +122,36 @@ def test_generate_follows_the_model():
             generate(model, **wrong)
 
 
+@pytest.mark.parametrize("recipe", [None, RECIPE], ids=["plain", "fp8"])
+def test_generate_says_the_same_with_and_without_the_cache(corpus, recipe):
+    """Greedy, beyond the context of 32 bytes, where the window begins to move."""
+    model = train.train(TINY.with_steps(6), corpus, recipe, "run", CPU, seed=1).model
+    for prompt, count in ((b"def ", 40), (b"x" * 32, 3), (b"import numpy as np  # and much more text\n", 3)):
+        texts = [generate(model, prompt, count, recipe, temperature=1e-6, use_cache=cached) for cached in (True, False)]
+        assert texts[0] == texts[1]
+
+
+def test_logits_of_sequences_that_grow():
+    """Two sequences of different lengths, in steps, against the whole ones; beyond the context they are refused."""
+    model, ids = make(), ids_of(6)
+    cache, done = nn.InferenceParams(2, 40, device=CPU), [0, 0]
+    with no_grad():
+        whole = model(tensor(ids)).numpy()
+        for counts in ((7, 2), (1, 1), (3, 20), (1, 1)):
+            cache.pre_step(dict(enumerate(counts)))
+            step = np.zeros((2, max(counts)), np.int64)
+            for b, n in enumerate(counts):
+                step[b, :n] = ids[b, done[b] : done[b] + n]
+            logits = model(tensor(step), inference_params=cache).numpy()
+            for b, n in enumerate(counts):
+                want = whole[b, done[b] : done[b] + n]
+                assert np.abs(logits[b, :n] - want).max() <= 64 * TINY.hidden * 2.0**-24 * np.abs(want).max()
+                done[b] += n
+        cache.pre_step({0: 1, 1: 9})
+        with pytest.raises(ShapeError, match="2 sequences of up to 33 tokens, expected 2 as ids, of up to 32"):
+            model(tensor(np.zeros((2, 9), np.int64)), inference_params=cache)
+
+
 def test_training_learns_in_both_precisions_alike(corpus):
     size = TINY.with_steps(12)
     high = train.train(size, corpus, None, "float32", CPU, seed=1)

@@ -176,28 +176,58 @@ def _silu_slope(v):
     return s * (1 + v * (1 - s))
 
 
+def _sigmoid_slope(v):
+    s = _sigmoid(v)
+    return s * (1 - s)
+
+
 # value, derivative, bound of |derivative|, bound of |second derivative|
-_SMOOTH = {"gelu": (_gelu, _gelu_slope, 1.13, 0.8), "silu": (lambda v: v * _sigmoid(v), _silu_slope, 1.1, 0.5)}
+_SMOOTH = {"gelu": (_gelu, _gelu_slope, 1.13, 0.8), "silu": (lambda v: v * _sigmoid(v), _silu_slope, 1.1, 0.5),
+           "sigmoid": (_sigmoid, _sigmoid_slope, 0.25, 0.1)}
+_FIRST = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+          "clamped_swiglu": "clamped"}  # what a gated activation does to its first half
 
 
-def activation(x, kind):
-    """(y, function dy -> dx) of an activation of the kernel contract."""
+def _where(x, holds, edge):
+    """1 where x is on the side that ``holds``, 0 elsewhere; in doubt where it may lie on both sides of ``edge``."""
+    return R(holds(x.v).astype(float), np.where(np.abs(np.abs(x.v) - edge) <= x.e, 1.0, 0.0))
+
+
+def _curve(x, kind, params):
+    """(value, slope) of a one-input curve."""
     if kind == "relu":
-        doubt = np.where(np.abs(x.v) <= x.e, 1.0, 0.0)
-        return x.monotone(lambda v: np.maximum(v, 0)), lambda dy: dy * R((x.v > 0).astype(float), doubt)
-    if kind == "swiglu":
-        half = x.v.shape[1] // 2
-        gate, up = x[:, :half], x[:, half:]
-        value, slope, first, second = _SMOOTH["silu"]
-        act, d = gate.smooth(value, first), gate.smooth(slope, second)
+        return x.monotone(lambda v: np.maximum(v, 0)), _where(x, lambda v: v > 0, 0.0)
+    if kind == "srelu":
+        top = x.monotone(lambda v: np.maximum(v, 0))
+        return top * top, top * 2.0
+    if kind in _SMOOTH:
+        value, slope, first, second = _SMOOTH[kind]
+        return x.smooth(value, first), x.smooth(slope, second)
+    limit, alpha = params[:2] if kind == "clamped" else (np.inf, 1.702)  # x sigmoid(alpha x) is silu(alpha x) / alpha
+    held = x.monotone(lambda v: np.minimum(v, limit))
+    value = held.smooth(lambda v: v * _sigmoid(alpha * v), 1.1)
+    slope = held.smooth(lambda v: _silu_slope(alpha * v), 0.5 * alpha)
+    return value, slope if kind == "qgelu" else slope * _where(x, lambda v: v <= limit, limit)
 
-        def back(dy):
-            dgate, dup = dy * up * d, dy * act
-            return R(np.concatenate([dgate.v, dup.v], 1), np.concatenate([dgate.e, dup.e], 1))
 
-        return act * up, back
-    value, slope, first, second = _SMOOTH[kind]
-    return x.smooth(value, first), lambda dy: dy * x.smooth(slope, second)
+def activation(x, kind, params=()):
+    """(y, function dy -> dx) of an activation of the kernel contract."""
+    if kind not in _FIRST:
+        value, slope = _curve(x, kind, params)
+        return value, lambda dy: dy * slope
+    half = x.v.shape[1] // 2
+    second, passes = x[:, half:], 1.0
+    value, slope = _curve(x[:, :half], _FIRST[kind], params)
+    if kind == "clamped_swiglu":
+        limit, _, offset = params
+        passes = _where(second, lambda v: np.abs(v) <= limit, limit)
+        second = second.monotone(lambda v: np.clip(v, -limit, limit)) + offset
+
+    def back(dy):
+        first, other = dy * second * slope, dy * value * passes
+        return R(np.concatenate([first.v, other.v], 1), np.concatenate([first.e, other.e], 1))
+
+    return value * second, back
 
 
 def assert_within(what, got, r):

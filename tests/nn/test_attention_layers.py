@@ -125,10 +125,11 @@ class Cross:
 
     def __init__(self, module, x, source, p, hidden, angles=None):
         first = "layernorm_query" if module.input_layernorm else "query_layer"
-        self.q = Product(x, p[f"{first}.query_weight"], None)
+        q_name = f"{first}.query_" if module.input_layernorm else f"{first}."  # Transformer Engine keeps query_layer whole
+        self.q = Product(x, p[f"{q_name}weight"], None)
         weights = {kind: np.concatenate([p[f"key_value.{n}_{kind}"] for n in ("key", "value")]) for kind in ("weight", "bias")}
         self.kv = Product(source, weights["weight"], None)
-        q = self.q.forward(p[f"{first}.query_bias"]).rounded("float32").reshape(ROWS, B, HEADS, D)
+        q = self.q.forward(p[f"{q_name}bias"]).rounded("float32").reshape(ROWS, B, HEADS, D)
         kv = self.kv.forward(weights["bias"]).rounded("float32").reshape(COLUMNS, B, 2 * HEADS, D)
         k, v = kv[:, :, :HEADS], kv[:, :, HEADS:]
         self.angles = angles
@@ -176,7 +177,8 @@ def test_cross_attention(device, normed, rotary):
                   attention_type="cross", attn_mask_type="no_mask", input_layernorm=normed)
     p = {name: f64(parameter) for name, parameter in module.named_parameters()}
     first = "layernorm_query" if normed else "query_layer"
-    names = [*(f"{first}.layer_norm_{kind}" for kind in ("weight", "bias") if normed), f"{first}.query_weight", f"{first}.query_bias"]
+    names = [*(f"{first}.layer_norm_{kind}" for kind in ("weight", "bias") if normed)]
+    names += [f"{first}.{'query_' if normed else ''}{kind}" for kind in ("weight", "bias")]
     names += [f"key_value.{n}_{kind}" for n in ("key", "value") for kind in ("weight", "bias")]
     assert set(p) == {*names, "proj.weight", "proj.bias"}
     x, source = draw(1, (ROWS, B, hidden), "float32"), draw(2, (COLUMNS, B, hidden), "float32")
@@ -268,7 +270,7 @@ X = np.ones((4, 2, 4, 8), np.float32)
          ["attention_mask", "before a true position"]),
         (lambda: nn.DotProductAttention(4, (8, 0)), ["kv_channels", "0"]),
         (lambda: nn.MultiheadAttention(32, 4, device="cpu", attention_type="cross")(np.ones((2, 1, 32), np.float32)), ["encoder_output"]),
-        (lambda: nn.MultiheadAttention(32, 4, device="cpu", qk_norm_type="RMSNorm"), ["qk_norm_type", "yet"]),
+        (lambda: nn.MultiheadAttention(32, 4, device="cpu", qk_norm_type="BatchNorm"), ["qk_norm_type", "L2Normalization"]),
     ],
 )
 def test_refusals_name_the_argument(call, words):

@@ -13,6 +13,7 @@ import pytest
 from fp8kit import formats, nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
+from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit.testing.compare import relative_error
@@ -27,7 +28,7 @@ MODES = {
     "block": Float8BlockScaling(),
     "block_f32": Float8BlockScaling(True, Format.HYBRID, x_block_scaling_dim=2, w_block_scaling_dim=1),
 }
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 K, N, F = 40, 56, 48
 SHAPE = (3, 5)
 G_SCALE = 2.0**-6  # gradients are small numbers, as in training
@@ -89,9 +90,8 @@ def data(dtype, k, n):
     return x, g, R(x.astype(np.float64).reshape(-1, k)), R(g.astype(np.float64).reshape(-1, n))
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "bias"), [("float32", True), ("float32", False), ("bfloat16", True), ("float16", True)])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_linear(device, dtype, mode, bias):
     module = make(nn.Linear, device, dtype, in_features=K, out_features=N, bias=bias)
     p = warmed(module, mode, dtype, K, N)
@@ -198,7 +198,7 @@ def test_norms(device, dtype, kind, zero_centered):
 @pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_linear(device, dtype, mode, kind):
-    centred = kind == "RMSNorm"
+    centred = (kind == "RMSNorm") != (dtype == "float16")
     module = make(nn.LayerNormLinear, device, dtype, in_features=K, out_features=N, normalization=kind, zero_centered_gamma=centred)
     p = warmed(module, mode, dtype, K, N)
     x, g, rx, rg = data(dtype, K, N)
@@ -216,24 +216,34 @@ def test_layer_norm_linear(device, dtype, mode, kind):
         assert_within("dbeta", grads["layer_norm_bias"], want_dbeta.rounded(dtype))
 
 
-@pytest.mark.parametrize("kind", ["gelu", "relu", "silu", "swiglu"])
-@pytest.mark.parametrize("mode", ["high", "delayed", "current", "block"])
-@pytest.mark.parametrize("dtype", DTYPES)
+MLP_MODES = ("high", "delayed", "current", "block")
+CLAMP = {"limit": 0.5, "alpha": 1.25, "glu_linear_offset": 0.75}  # such that many elements lie beyond the limit
+# every activation in every mode, and the first in every dtype too
+MLP_CASES = [(DTYPES[(i + j) % 3], mode, kind) for i, kind in enumerate(ACTIVATIONS) for j, mode in enumerate(MLP_MODES)]
+MLP_CASES += [case for case in ((dtype, mode, "gelu") for dtype in DTYPES for mode in MLP_MODES) if case not in MLP_CASES]
+
+
+@pytest.mark.parametrize(("dtype", "mode", "kind"), MLP_CASES)
 def test_layer_norm_mlp(device, dtype, mode, kind):
-    module = make(nn.LayerNormMLP, device, dtype, hidden_size=K, ffn_hidden_size=F, activation=kind)
+    params = CLAMP if kind == "clamped_swiglu" else None
+    normalization, centred = ("RMSNorm", True) if dtype == "float16" else ("LayerNorm", dtype == "bfloat16")
+    module = make(nn.LayerNormMLP, device, dtype, hidden_size=K, ffn_hidden_size=F, activation=kind, activation_params=params,
+                  normalization=normalization, zero_centered_gamma=centred)
     p = warmed(module, mode, dtype, K, K)
     x, g, rx, rg = data(dtype, K, K)
-    normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p["layer_norm_bias"], "LayerNorm", 1e-5)
+    normed, xhat, rstd = norm(rx, p["layer_norm_weight"], p.get("layer_norm_bias"), normalization, 1e-5, centred)
     fc1 = Product(normed.rounded(dtype), p["fc1_weight"], quantiser(mode, module, 0))
-    act, act_back = activation(fc1.forward().rounded(dtype) + p["fc1_bias"], kind)
+    act, act_back = activation(fc1.forward().rounded(dtype) + p["fc1_bias"], kind, tuple((params or {}).values()))
     fc2 = Product(act.rounded(dtype), p["fc2_weight"], quantiser(mode, module, 1))
     y, dx, grads = step(module, mode, x, g)
     dact, dw2, db2 = fc2.backward(rg)
     dh = act_back(dact.rounded(dtype)).rounded(dtype)
     dnormed, dw1, db1 = fc1.backward(dh)
-    want_dx, dgamma, dbeta = norm_grad(dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], "LayerNorm")
+    want_dx, dgamma, dbeta = norm_grad(dnormed.rounded(dtype), xhat, rstd, p["layer_norm_weight"], normalization, centred)
     assert_within("y", y, fc2.forward(p["fc2_bias"]).rounded(dtype))
-    named = {"fc2_weight": dw2, "fc2_bias": db2, "fc1_weight": dw1, "fc1_bias": db1, "layer_norm_weight": dgamma, "layer_norm_bias": dbeta}
+    named = {"fc2_weight": dw2, "fc2_bias": db2, "fc1_weight": dw1, "fc1_bias": db1, "layer_norm_weight": dgamma}
+    if normalization == "LayerNorm":
+        named["layer_norm_bias"] = dbeta
     for name, want in named.items():
         assert_within(name, grads[name], want.rounded(dtype))
     assert_within("dx", dx, want_dx.rounded(dtype))

@@ -26,7 +26,7 @@ class Net(nn.Module):
         self.a = nn.TransformerLayer(H, 2 * H, 2, **options)
         self.b = nn.TransformerLayer(H, 2 * H, 2, **options)
         self.how = how
-        if how == "mlp":
+        if how in ("mlp", "both"):
             self.a.layernorm_mlp.checkpoint = self.b.layernorm_mlp.checkpoint = True
 
     def forward(self, x, first):
@@ -65,7 +65,7 @@ def run(how, recipe, device, micro):
 def test_same_bits_as_without(device, recipe, micro):
     with fk.deterministic():
         plain = run("plain", RECIPES[recipe], device, micro)
-        for how in ("each", "nested", "mlp"):
+        for how in ("each", "nested", "mlp", "both"):
             assert run(how, RECIPES[recipe], device, micro) == plain, how
 
 

@@ -13,7 +13,7 @@ from tests.nn.products import f64
 from tests.nn.test_layers import draw, make
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_embedding(device, dtype):
     module = make(nn.Embedding, device, dtype, num_embeddings=7, embedding_dim=12)
     ids = np.array([[1, 6, 1], [0, 1, 3]])
@@ -28,7 +28,7 @@ def test_embedding(device, dtype):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_cross_entropy(device, dtype, reduction):
     logits = draw(1, (2, 5, 13), dtype, 3.0)
     targets = np.arange(10).reshape(2, 5) % 13
@@ -54,16 +54,17 @@ def test_cross_entropy(device, dtype, reduction):
     assert_close("dlogits", f64(x.grad), want, dtype, slack * np.abs(weight).max())
 
 
-def test_dropout(device):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_dropout(device, dtype):
     p, n = 0.3, 100_000
     module = nn.Dropout(p)
-    x = tensor(np.ones((10, n // 10), np.float32), requires_grad=True, device=device)
+    x = tensor(np.ones((10, n // 10), dtype), requires_grad=True, device=device)
     y = module(x)
     values = f64(y)
     kept = values != 0
-    np.testing.assert_array_equal(np.unique(values), [0, np.float32(1 / (1 - p))])
+    np.testing.assert_array_equal(np.unique(values), [0, np.float32(1 / (1 - p)).astype(dtype)])
     assert abs(kept.mean() - (1 - p)) < 5 * np.sqrt(p * (1 - p) / n)
-    y.backward(np.full((10, n // 10), 2, np.float32))
+    y.backward(np.full((10, n // 10), 2, dtype))
     np.testing.assert_array_equal(f64(x.grad), 2 * values)
     assert not np.array_equal(f64(module(x)), values)  # the state has moved on
     nn.manual_seed(1234)

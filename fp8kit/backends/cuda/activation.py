@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
+from fp8kit.backends.activation import ACTIVATIONS, Activation
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import BLOCKS, address, cast_bytes, ceil_div, covered, kernel, sum_partials
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import BackendError, expected
 
-ACTIVATIONS = ("gelu", "relu", "silu", "swiglu")
 _TILE_ROWS, _TILE_COLUMNS, _THREADS = 64, 128, 256  # raw_kernels/activation.cu
+_NO_PARAMS = (0.0, 0.0, 0.0)
 
 
-def _gated(activation: str) -> bool:
-    if activation not in ACTIVATIONS:
+def _known(activation: str, params: tuple[float, ...]) -> tuple[Activation, tuple[float, ...]]:
+    """The activation's row, and the numbers that the kernels take: all there are, 0 where the activation has none."""
+    row = ACTIVATIONS.get(activation)
+    if row is None:
         raise BackendError(expected("activation", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
-    return activation == "swiglu"
+    if len(params) != len(row.params):
+        raise BackendError(expected("activation", "params", params, f"{len(row.params)} numbers for {activation}"))
+    return row, params or _NO_PARAMS
 
 
 def _tiles(rows: int, columns: int) -> int:
@@ -35,30 +40,30 @@ def _grid(rows: int, columns: int, walked: tuple[int, int], cast: Cast | None) -
 
 
 def act_fwd(x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: ArrayView | None, cast: Cast | None,
-            activation: str, stream: int) -> None:
+            activation: str, params: tuple[float, ...], stream: int) -> None:
     """See ``backends.protocol``. BackendError for an unknown activation and for a cast to a format other than E4M3 and E5M2."""
-    rows, columns = x.shape
-    if _gated(activation):
-        columns //= 2
+    row, numbers = _known(activation, params)
+    rows, columns = x.shape[0], x.shape[1] // row.parts
     grid, across, tiles = _grid(rows, columns, covered(cast, rows, columns), cast)
     function = kernel("activation.cu", "act_fwd", x, ACT=activation)
-    arguments = (x.ptr, address(bias), address(y), rows, columns, across, tiles, cast_bytes(cast, amax))
+    arguments = (x.ptr, address(bias), address(y), rows, columns, across, tiles, *numbers, cast_bytes(cast, amax))
     launch.launch(function, grid, _THREADS, arguments, stream)
 
 
 def act_bwd(dy: ArrayView, x: ArrayView, bias: ArrayView | None, dx: ArrayView | None, dbias: ArrayView | None,
-            amax: ArrayView | None, cast: Cast | None, activation: str, workspace: ArrayView | None, stream: int) -> None:
+            amax: ArrayView | None, cast: Cast | None, activation: str, params: tuple[float, ...], workspace: ArrayView | None,
+            stream: int) -> None:
     """See ``backends.protocol``. BackendError as in ``act_fwd``, and for a dbias without a workspace."""
+    row, numbers = _known(activation, params)
     rows, width = x.shape
-    half = width // 2 if _gated(activation) else 0
-    columns = width - half
+    columns = width // row.parts
     if dbias is not None and workspace is None:
         raise BackendError(expected("act_bwd", "workspace", None, f"{act_bwd_workspace(rows, width)} bytes"))
     down, right = covered(cast, rows, width)
-    grid, across, tiles = _grid(rows, columns, (down, max(columns, right - half)), cast)
+    grid, across, tiles = _grid(rows, columns, (down, max(columns, right - (width - columns))), cast)
     partial = address(workspace) if dbias is not None else 0
     function = kernel("activation.cu", "act_bwd", x, ACT=activation)
-    arguments = (dy.ptr, x.ptr, address(bias), address(dx), partial, rows, columns, across, tiles, cast_bytes(cast, amax))
+    arguments = (dy.ptr, x.ptr, address(bias), address(dx), partial, rows, columns, across, tiles, *numbers, cast_bytes(cast, amax))
     launch.launch(function, grid, _THREADS, arguments, stream)
     if dbias is not None:
         sum_partials(partial, _row_blocks(rows, columns), dbias, None, stream)

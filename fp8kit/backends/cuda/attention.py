@@ -12,15 +12,19 @@ import functools
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import cudnn_sdpa, launch, unfused
 from fp8kit.backends.cuda.attention_problem import Problem, problem
+from fp8kit.backends.cuda.device import provider
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.formats import DType
 
-_MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic)
+FIRST, LAST = cudnn_sdpa.NAME, unfused.NAME  # the paths in order of preference
+DIRECTIONS = ("forward", "backward", "deterministic backward")
+_MODES = ((False, False), (True, False), (True, True))  # (backward, deterministic), of each
+_NO_DEVICE = "no usable CUDA device"
 
 
 @functools.cache
-def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: int) -> str | None:
-    """Why a direction does not run on cuDNN, None where it does."""
+def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
+    """Why a direction does not run on cuDNN, None where it does. ``device``: see ``cudnn_sdpa.why_not``."""
     directions = _MODES if about.dropout else ((backward, deterministic and backward),)
     for direction in directions:
         reason = cudnn_sdpa.why_not(about, *direction, device)
@@ -63,13 +67,13 @@ def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype
 
 def explain(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec, v: Shape | None = None) -> list[tuple[str, str]]:
     """Paths in order of preference, each with "runs" or the reason why it does not, for the current device; the first that runs is taken.
+    Where there is no device, none runs: cuDNN's reasons are then those that are known without one.
 
     ``q``, ``kv``: shapes of q and of k and v, 4-dimensional in ``spec.qkv_format`` ("bshd" for packed sequences, which are unpacked first);
-    ``v``: of v, where it differs.
+    ``v``: of v, where it differs. BackendError where cuDNN fails to build what it does not decline.
     """
-    about, device = problem(q, kv, kv if v is None else v, dtype, spec), launch.runtime().getDevice()
-    names = ("forward", "backward", "deterministic backward")
-    rows = [
-        (f"{cudnn_sdpa.NAME} {name}", _why_not_cudnn(about, *mode, device) or "runs") for name, mode in zip(names, _MODES, strict=True)
-    ]
-    return [*rows, (unfused.NAME, "runs")]
+    about = problem(q, kv, kv if v is None else v, dtype, spec)
+    device = launch.runtime().getDevice() if provider.count() else None
+    runs = "runs" if device is not None else _NO_DEVICE
+    rows = [(f"{FIRST} {name}", _why_not_cudnn(about, *mode, device) or runs) for name, mode in zip(DIRECTIONS, _MODES, strict=True)]
+    return [*rows, (LAST, runs)]

@@ -83,35 +83,38 @@ def available() -> bool:
 
 
 @functools.cache
-def why_not(problem: Problem, backward: bool, deterministic: bool, device: int) -> str | None:
-    """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph for C-contiguous arrays."""
-    reason = _refused(problem, backward) or missing()
-    if reason is not None:
+def why_not(problem: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
+    """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph for C-contiguous arrays. Without
+    a device, None means that nothing known beforehand speaks against it."""
+    reason = _refused(problem, backward)
+    if reason is not None or device is None:
         return reason
+    if missing() is not None:
+        return missing()
     try:
         _plan(_contiguous_key(problem, backward, deterministic, device))
     except _Declined as error:
-        return f"cuDNN has no kernel for it: {error}"
+        return f"cuDNN has no kernel for it: {error or 'it gives no reason'}"
     return None
 
 
 def _refused(problem: Problem, backward: bool) -> str | None:
-    """The rules that are known beforehand (cuDNN's documentation of scaled dot product attention, support matrix)."""
+    """Every rule that is known beforehand and speaks against cuDNN (its documentation of scaled dot product attention, support matrix)."""
+    found = []
     if problem.dtype not in ("bfloat16", "float16"):
-        return f"dtype {problem.dtype}: cuDNN takes bfloat16 and float16"
-    for name, dim in (("head_dim", problem.dim), ("head_dim_v", problem.dim_v)):
-        if dim % 8 or dim > 256:
-            return f"{name} {dim}: cuDNN takes multiples of 8 up to 256"
+        found.append(f"dtype {problem.dtype}: cuDNN takes bfloat16 and float16")
+    dims = {"head_dim": problem.dim} if problem.dim == problem.dim_v else {"head_dim": problem.dim, "head_dim_v": problem.dim_v}
+    found += [f"{name} {dim}: cuDNN takes multiples of 8 up to 256" for name, dim in dims.items() if dim % 8 or dim > 256]
     for name, value, taken in (("bias", problem.bias, "no_bias"), ("softmax_type", problem.softmax_type, "vanilla")):
         if value != taken:
-            return f"{name} {value!r}: only the unfused path has it"
+            found.append(f"{name} {value!r}: only the unfused path has it")
     if problem.masked:
-        return "mask 'arbitrary': only the unfused path reads a mask array"
+        found.append("mask 'arbitrary': only the unfused path reads a mask array")
     if problem.blind:
-        return "a row that sees no column: cuDNN gives NaN for it"
+        found.append("a row that sees no column: cuDNN gives NaN for it")
     if backward and problem.rows == problem.columns == 1:
-        return "one row by one column: cuDNN has no backward for it"
-    return None
+        found.append("one row by one column: cuDNN has no backward for it")
+    return "; ".join(found) or None
 
 
 def workspace(problem: Problem, backward: bool, deterministic: bool, device: int) -> int:

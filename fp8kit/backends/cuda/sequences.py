@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 
-_WORDS = {2: "u16", 4: "u32", 8: "u64", 16: "uint4"}  # bytes -> the sources' type
+WORDS = {2: "u16", 4: "u32", 8: "u64", 16: "uint4"}  # bytes -> the sources' type
 
 
 def unpack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
@@ -28,4 +28,4 @@ def _moving(function: str, x: ArrayView, y: ArrayView) -> tuple[launch.Kernel, i
     places = x.ptr | y.ptr | row
     word = next(size for size in (16, 8, 4, 2) if places % size == 0)
     words = row // word
-    return launch.kernel("sequences.cu", function, y.device.index, W=_WORDS[word]), words, min(256, max(32, -(-words // 32) * 32))
+    return launch.kernel("sequences.cu", function, y.device.index, W=WORDS[word]), words, min(256, max(32, -(-words // 32) * 32))

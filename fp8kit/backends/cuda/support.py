@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 from fp8kit.backends.cuda import compile as kernel_compiler
-from fp8kit.backends.cuda import cublaslt, launch
+from fp8kit.backends.cuda import cublaslt, cudnn_sdpa, launch
 from fp8kit.backends.cuda.device import cupy, provider
+from fp8kit.errors import BackendError
 
 _INSTALL = "pip install 'fp8kit[cuda13]'"
 
@@ -31,14 +34,22 @@ def _ask(name: str, question: Callable[[], str], cure: str) -> Row:
         return Row(name, "runs", question())
     except Exception as error:  # whatever a broken installation raises is the answer
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Row(name, "missing", said if cure in said else f"{said}; {cure}")
+        if "libcuda.so" in said:  # the driver's row says what to do
+            return Row(name, "missing", "needs the NVIDIA driver")
+        return Row(name, "missing", said if "install" in said else f"{said}; {cure}")
 
 
 def _driver() -> str:
-    version = int(launch.runtime().driverGetVersion())
-    if not version:
-        raise RuntimeError("no NVIDIA driver")
-    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+    """Asked of the driver's own library: the answer needs no CuPy, and does not depend on what that says where the driver is missing."""
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        raise BackendError("no NVIDIA driver") from None
+    version = ctypes.c_int()
+    status = library.cuDriverGetVersion(ctypes.byref(version))
+    if status or not version.value:
+        raise BackendError(f"the NVIDIA driver does not say its version (cuDriverGetVersion returns {status})")
+    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _device(index: int) -> str:
@@ -61,6 +72,9 @@ def _cublaslt() -> str:
 
 
 def _cudnn() -> str:
+    reason = cudnn_sdpa.missing()
+    if reason is not None:
+        raise BackendError(reason)
     import cudnn
 
     return f"{cudnn.__version__} on cuDNN {cudnn.backend_version()}"

@@ -14,10 +14,12 @@ from fp8kit.backends.reference import (
     attention,
     block,
     cross_entropy,
+    drop_path,
     dropout,
     elementwise,
     embedding,
     gemm,
+    kv_cache,
     norm,
     optim,
     quantize,
@@ -28,7 +30,8 @@ from fp8kit.backends.reference import (
 from fp8kit.backends.registry import Kind, OpImpl, OpRegistry
 
 _ROOMS = (
-    scales, quantize, gemm, block, norm, activation, dropout, attention, sequences, rope, embedding, cross_entropy, optim, elementwise,
+    scales, quantize, gemm, block, norm, activation, dropout, drop_path, attention, sequences, kv_cache, rope, embedding, cross_entropy,
+    optim, elementwise,
 )  # fmt: skip
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019), forward and backward, one fused pass over each row."""
+"""LayerNorm (Ba et al. 2016), RMSNorm (Zhang & Sennrich 2019) and L2 normalisation, forward and backward, one pass over each row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol import Cast, Normalization
+from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.backends.reference._numpy import Array, Float32, Sink, f32, quiet, result, store
 from fp8kit.backends.reference.threads import njit, prange
 from fp8kit.errors import BackendError, expected
@@ -21,25 +21,26 @@ _NO_MATRIX = np.empty((0, 0), np.float32)
 
 
 @quiet
-def norm_fwd(x: ArrayView, weight: ArrayView, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None,
+def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: ArrayView | None, mean: ArrayView | None,
              rstd: ArrayView, amax: ArrayView | None, cast: Cast | None, normalization: Normalization, epsilon: float,
              zero_centered_gamma: bool, stream: int) -> None:
     """``y = (x - mean) * rstd * g + bias``, or ``x * rstd * g``; see ``protocol.Kernels.norm_fwd``.
 
     The variance is the mean of the squared deviations (two passes over a row), not a difference of moments.
     """
-    centred = _centred(normalization)
+    centred, gain = _centred(normalization), _gain(weight, zero_centered_gamma, x.shape[1])
     sink = Sink(y, x.shape, x.dtype)
     means = mean.numpy() if mean is not None else _NOTHING
     shift = f32(bias) if bias is not None else _NOTHING
     if x.size:
-        _forward(f32(x), _gain(weight, zero_centered_gamma), shift, sink.values, means, rstd.numpy(), np.float32(epsilon), centred)
+        small = np.float32(epsilon / x.shape[1] if normalization == "L2Normalization" else epsilon)
+        _forward(f32(x), gain, shift, sink.values, means, rstd.numpy(), small, centred)
     sink.finish(amax, cast)
 
 
 @quiet
-def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
-             dx: ArrayView, dweight: ArrayView, dbias: ArrayView | None, normalization: Normalization, zero_centered_gamma: bool,
+def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
+             dx: ArrayView, dweight: ArrayView | None, dbias: ArrayView | None, normalization: Normalization, zero_centered_gamma: bool,
              workspace: ArrayView | None, stream: int) -> None:
     """Gradients of ``norm_fwd``; see ``protocol.Kernels.norm_bwd``.
 
@@ -51,10 +52,13 @@ def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView, mean: ArrayView | N
     partial = np.zeros((2, -(-rows // _TASK), columns), np.float32)
     values = result(dx)
     if x.size:
-        _backward(f32(dy), f32(x), _gain(weight, zero_centered_gamma), mean.numpy() if mean is not None else _NOTHING, rstd.numpy(),
-                  f32(residual) if residual is not None else _NO_MATRIX, values, partial, centred)
+        means = mean.numpy() if mean is not None else _NOTHING
+        onto = f32(residual) if residual is not None else _NO_MATRIX
+        gain = _gain(weight, zero_centered_gamma, columns)
+        _backward(f32(dy), f32(x), gain, means, rstd.numpy(), onto, values, partial, centred)
     store(dx, values)
-    store(dweight, np.add.reduce(partial[0], axis=0))
+    if dweight is not None:
+        store(dweight, np.add.reduce(partial[0], axis=0))
     if dbias is not None:
         store(dbias, np.add.reduce(partial[1], axis=0))
 
@@ -65,12 +69,14 @@ def norm_bwd_workspace(rows: int, columns: int) -> int:
 
 
 def _centred(normalization: str) -> bool:
-    if normalization not in ("LayerNorm", "RMSNorm"):
-        raise BackendError(expected("norm", "normalization", repr(normalization), '"LayerNorm" or "RMSNorm"'))
+    if normalization not in NORMALIZATIONS:
+        raise BackendError(expected("norm", "normalization", repr(normalization), f"one of {', '.join(NORMALIZATIONS)}"))
     return normalization == "LayerNorm"
 
 
-def _gain(weight: ArrayView, zero_centered: bool) -> Float32:
+def _gain(weight: ArrayView | None, zero_centered: bool, columns: int) -> Float32:
+    if weight is None:
+        return np.full(columns, 1 / np.sqrt(columns), np.float32)
     gain = f32(weight)
     return gain + np.float32(1) if zero_centered else gain
 

@@ -18,7 +18,8 @@ from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from fp8kit.testing.contract import get, poisoned, put, workspace
 from fp8kit.testing.contract.elementwise import ROUNDOFF, SIZES, Array, draw, table, wide
 
-NORMS: tuple[Normalization, ...] = ("LayerNorm", "RMSNorm")
+NORMS: tuple[Normalization, ...] = ("LayerNorm", "RMSNorm")  # those with parameters
+ALL: tuple[Normalization, ...] = (*NORMS, "L2Normalization")
 EPSILON = 1e-5
 
 
@@ -50,9 +51,15 @@ def check_fused(kernels: Kernels, device: Device, shape: tuple[int, int], fmt: F
 
 
 def _statistics(x: Array, norm: str) -> tuple[Array, Array]:
-    """Mean (0 for RMSNorm) and rstd of each row in float64."""
+    """Mean (0 but for LayerNorm) and rstd of each row in float64."""
     mean = x.mean(1, keepdims=True) if norm == "LayerNorm" else np.zeros((len(x), 1))
-    return mean, 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + EPSILON)
+    epsilon = EPSILON / x.shape[1] if norm == "L2Normalization" else EPSILON
+    return mean, 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + epsilon)
+
+
+def _gain(weight: Array, norm: str, centred: bool) -> Array:
+    """The factor of each column in float64."""
+    return np.full(len(weight), len(weight) ** -0.5) if norm == "L2Normalization" else wide(weight) + centred
 
 
 def _inputs(dtype: DType, shape: tuple[int, int], offset: float) -> tuple[Array, Array, Array]:
@@ -64,14 +71,14 @@ def _fwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
     def run(kernels: Kernels, device: Device) -> None:
         m, n = shape
         x, weight, bias = _inputs(dtype, shape, offset)
-        layer = norm == "LayerNorm"
+        layer, weighted = norm == "LayerNorm", norm != "L2Normalization"
         y, mean, rstd = poisoned(shape, dtype, device), poisoned((m,), float32, device), poisoned((m,), float32, device)
         amax = None if start is None else put(np.array([start], np.float32), device)
-        kernels.norm_fwd(put(x, device), put(weight, device), put(bias, device) if layer and biased else None, y, mean if layer else None,
-                         rstd, amax, None, norm, EPSILON, centred, 0)
+        kernels.norm_fwd(put(x, device), put(weight, device) if weighted else None, put(bias, device) if layer and biased else None, y,
+                         mean if layer else None, rstd, amax, None, norm, EPSILON, centred, 0)
         exact = wide(x)
         mu, inverse = _statistics(exact, norm)
-        gain, shift = wide(weight) + centred, wide(bias) * (layer and biased)
+        gain, shift = _gain(weight, norm, centred), wide(bias) * (layer and biased)
         mean_slack = sum_slack(np.abs(exact).mean(1, keepdims=True), n) if layer else np.zeros((m, 1))
         d_slack = mean_slack + 2 * ROUNDOFF * (np.abs(exact) + np.abs(mu))
         relative = 0.5 * ((n + 8) * ROUNDOFF + 2 * d_slack.max(1, keepdims=True, initial=0) * inverse) + 4 * ROUNDOFF
@@ -89,7 +96,7 @@ def _fwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
 
 
 def _fwd_cast(dtype: DType, norm: Normalization, shape: tuple[int, int], fmt: Format, pad: tuple[int, int], transposed: bool,
-              keep_y: bool) -> Callable[[Kernels, Device], None]:
+              keep_y: bool, centred: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, _ = shape
         x, weight, bias = _inputs(dtype, shape, 0.3)
@@ -98,7 +105,7 @@ def _fwd_cast(dtype: DType, norm: Normalization, shape: tuple[int, int], fmt: Fo
         def call(y: ArrayView | None, cast: Cast | None) -> None:
             kernels.norm_fwd(put(x, device), put(weight, device), put(bias, device) if layer else None, y,
                              poisoned((m,), float32, device) if layer else None, poisoned((m,), float32, device), None, cast, norm, EPSILON,
-                             False, 0)
+                             centred, 0)
 
         plain = poisoned(shape, dtype, device)
         call(plain, None)
@@ -118,18 +125,18 @@ def _bwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
         m, n = shape
         x, weight, _ = _inputs(dtype, shape, 0.3)
         dy, extra = draw(4, shape, dtype), draw(5, shape, dtype)
-        layer = norm == "LayerNorm"
+        layer, weighted = norm == "LayerNorm", norm != "L2Normalization"
         mean, rstd = (np.ascontiguousarray(v[:, 0], np.float32) for v in _statistics(wide(x), norm))
         upstream, added = put(dy, device), put(extra, device)
         dx = {"dy": upstream, "residual": added}.get(alias) or poisoned(shape, dtype, device)
-        dweight, dbias = poisoned((n,), dtype, device), poisoned((n,), dtype, device) if layer else None
-        kernels.norm_bwd(upstream, put(x, device), put(weight, device), put(mean, device) if layer else None, put(rstd, device),
-                         added if residual else None, dx, dweight, dbias, norm, centred,
+        dweight, dbias = (poisoned((n,), dtype, device) if there else None for there in (weighted, layer))
+        kernels.norm_bwd(upstream, put(x, device), put(weight, device) if weighted else None, put(mean, device) if layer else None,
+                         put(rstd, device), added if residual else None, dx, dweight, dbias, norm, centred,
                          workspace(kernels.norm_bwd_workspace(m, n), device), 0)
         mu, inverse = wide(mean)[:, None], wide(rstd)[:, None]
         xhat, gradient, onto = (wide(x) - mu) * inverse, wide(dy), wide(extra) * residual
         xhat_slack = 3 * ROUNDOFF * (np.abs(wide(x)) + np.abs(mu)) * inverse
-        d = gradient * (wide(weight) + centred)
+        d = gradient * _gain(weight, norm, centred)
         along, level = (d * xhat).mean(1, keepdims=True), d.mean(1, keepdims=True) * layer
         along_slack = sum_slack(np.abs(d * xhat).mean(1, keepdims=True), n) + (np.abs(d) * xhat_slack).mean(1, keepdims=True)
         level_slack = sum_slack(np.abs(d).mean(1, keepdims=True), n) * layer
@@ -138,7 +145,8 @@ def _bwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
                            + xhat_slack * np.abs(along)) + 2 * ROUNDOFF * (np.abs(reference) + np.abs(onto))
         assert_close("dx", get(dx), reference, dtype, slack)
         weight_slack = sum_slack(np.abs(gradient * xhat).sum(0), m) + (np.abs(gradient) * xhat_slack).sum(0)
-        assert_close("dweight", get(dweight), (gradient * xhat).sum(0), dtype, weight_slack)
+        if dweight is not None:
+            assert_close("dweight", get(dweight), (gradient * xhat).sum(0), dtype, weight_slack)
         if dbias is not None:
             assert_close("dbias", get(dbias), gradient.sum(0), dtype, sum_slack(np.abs(gradient).sum(0), m))
 
@@ -161,8 +169,10 @@ def _repeatable(kernels: Kernels, device: Device) -> None:
         assert_same_bits("dweight", other, results[0])
 
 
+WIDE = (2053, 9001)  # rows of thousands, no multiple of anything
+
 CASES = [
-    *table("norm_fwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _fwd(d, k, s) for d in HIGH_PRECISION for k in NORMS for s in SIZES}),
+    *table("norm_fwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _fwd(d, k, s) for d in HIGH_PRECISION for k in ALL for s in SIZES}),
     *table("norm_fwd", {f"{d.name}-{k}-zero_centered": _fwd(d, k, (9, 48), True) for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_fwd", {f"{d.name}-no-bias": _fwd(d, "LayerNorm", (9, 48), biased=False) for d in HIGH_PRECISION}),
     *table("norm_fwd", {f"{k}-large-mean": _fwd(float32, k, (9, 200), offset=100.0) for k in NORMS}),
@@ -174,9 +184,13 @@ CASES = [
                         for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_fwd", {f"{d.name}-{k}-cast-rowwise": _fwd_cast(d, k, (70, 80), E4M3, (10, 0), False, False)
                         for d in HIGH_PRECISION for k in NORMS}),
-    *table("norm_bwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _bwd(d, k, s) for d in HIGH_PRECISION for k in NORMS for s in SIZES}),
+    *table("norm_fwd", {f"{d.name}-{k}-cast-zero_centered": _fwd_cast(d, k, (33, 40), E4M3, (15, 8), True, True, True)
+                        for d in HIGH_PRECISION for k in NORMS}),
+    *table("norm_fwd", {f"{d.name}-{k}-3x{n}": _fwd(d, k, (3, n), True) for d in HIGH_PRECISION for k in NORMS for n in WIDE}),
+    *table("norm_bwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _bwd(d, k, s) for d in HIGH_PRECISION for k in ALL for s in SIZES}),
     *table("norm_bwd", {f"{d.name}-{k}-residual-zero_centered": _bwd(d, k, (70, 48), True, True) for d in HIGH_PRECISION for k in NORMS}),
-    *table("norm_bwd", {f"{d.name}-{k}-dx-is-{a}": _bwd(d, k, (17, 40), residual=True, alias=a) for d in HIGH_PRECISION for k in NORMS
+    *table("norm_bwd", {f"{d.name}-{k}-dx-is-{a}": _bwd(d, k, (17, 40), residual=True, alias=a) for d in HIGH_PRECISION for k in ALL
                         for a in ("dy", "residual")}),
+    *table("norm_bwd", {f"{d.name}-{k}-3x{n}": _bwd(d, k, (3, n), True, True) for d in HIGH_PRECISION for k in NORMS for n in WIDE}),
     *table("norm_bwd", {"repeatable": _repeatable}),
 ]

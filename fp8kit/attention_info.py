@@ -1,0 +1,214 @@
+"""``fp8kit info --attention``: who computes an attention of given shape and rules on each device, and why the others do not.
+
+The question is a line of ``key=value`` words; ``KEYS`` has them all, with their defaults. What does not fit together is refused by the
+operation itself, so that the answer is about what would really run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fp8kit import arrays, formats
+from fp8kit.arrays import Device, Shape
+from fp8kit.backends import dispatch
+from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.formats import DType
+from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
+from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit.spec import Meta
+
+Row = tuple[str, str, str]  # what it is about, who or whether, why
+_OP = "--attention"
+
+
+class Key(NamedTuple):
+    """A word of the question: its default as it is written, how it is read, and what it wants."""
+
+    default: str
+    read: Callable[[str], Any]
+    wanted: str
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def read(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(value)
+        return value
+
+    return read
+
+
+def _size(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(value)
+    return int(value)
+
+
+def _window(value: str) -> tuple[int, int]:
+    left, right = (-1, -1) if value == "none" else (int(part) for part in value.split(","))
+    if min(left, right) < -1:
+        raise ValueError(value)
+    return left, right
+
+
+def _dropout(value: str) -> float:
+    p = float(value)
+    if not 0 <= p < 1:
+        raise ValueError(value)
+    return p
+
+
+def _names(allowed: tuple[str, ...]) -> str:
+    return f"one of {', '.join(allowed)}"
+
+
+_SIZE = "a positive number"
+_KINDS = tuple(kind.name for kind in formats.HIGH_PRECISION)
+_BIAS = {"none": "no_bias"} | {name: name for name in BIASES}
+_CORNER = {"default": None, "true": True, "false": False}
+
+# no default: the same as another key, _SAME says which
+KEYS: dict[str, Key] = {
+    "heads": Key("32", _size, _SIZE),
+    "groups": Key("", _size, f"{_SIZE}, a divisor of heads"),
+    "head_dim": Key("128", _size, _SIZE),
+    "head_dim_v": Key("", _size, _SIZE),
+    "sequence": Key("2048", _size, _SIZE),
+    "sequence_kv": Key("", _size, _SIZE),
+    "batch": Key("4", _size, _SIZE),
+    "dtype": Key("bfloat16", _one_of(*_KINDS), _names(_KINDS)),
+    "mask": Key("causal", _one_of(*MASKS), _names(MASKS)),
+    "window": Key("none", _window, "left,right, each -1 (unbounded) or more, or none"),
+    "bottom_right": Key("default", lambda value: _CORNER[value], _names(tuple(_CORNER))),
+    "bias": Key("none", lambda value: _BIAS[value], _names(tuple(_BIAS))),
+    "softmax": Key("vanilla", _one_of(*SOFTMAX_TYPES), _names(SOFTMAX_TYPES)),
+    "dropout": Key("0", _dropout, "a probability in [0, 1)"),
+    "layout": Key("sbhd", _one_of(*FORMATS), _names(FORMATS)),
+}
+_SAME = {"groups": "heads", "head_dim_v": "head_dim", "sequence_kv": "sequence"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """An attention to ask about: ``spec``, ``dtype``, shapes of ``q``, ``k`` and ``v`` as the kernels see them, and the ``words`` that mean
+    it, every key named."""
+
+    spec: AttentionSpec
+    dtype: DType
+    q: Shape
+    k: Shape
+    v: Shape
+    words: str
+
+
+def question(text: str = "") -> Question:
+    """Read a question. Fp8kitError for a word that is no ``key=value``, an unknown or repeated key, or a value that is none; ShapeError for
+    values that do not fit together, as the operation refuses them."""
+    given: dict[str, str] = {}
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise Fp8kitError(expected(_OP, "argument", repr(word), "key=value"))
+        if name not in KEYS:
+            raise Fp8kitError(expected(_OP, "key", repr(name), _names(tuple(KEYS))))
+        if name in given:
+            raise Fp8kitError(expected(_OP, name, "two values", "one"))
+        given[name] = value
+    said = {name: given.get(name, key.default) for name, key in KEYS.items()}
+    said |= {name: said[other] for name, other in _SAME.items() if name not in given}
+    found: dict[str, Any] = {}
+    for name, value in said.items():
+        try:
+            found[name] = KEYS[name].read(value)
+        except (ValueError, KeyError):
+            raise Fp8kitError(expected(_OP, name, repr(value), KEYS[name].wanted)) from None
+    return _checked(found, " ".join(f"{name}={value}" for name, value in said.items()))
+
+
+def _checked(of: dict[str, Any], words: str) -> Question:
+    """The question of these values, seen by the operation: ShapeError where they do not fit."""
+    spec = AttentionSpec(
+        num_heads=of["heads"], head_dim=of["head_dim"], num_gqa_groups=of["groups"], qkv_format=of["layout"], mask=of["mask"],
+        dropout=of["dropout"], layout="separate", head_dim_v=of["head_dim_v"], window_size=of["window"],
+        bottom_right_diagonal=of["bottom_right"], bias=of["bias"], softmax_type=of["softmax"], max_seqlen_q=of["sequence"],
+        max_seqlen_kv=of["sequence_kv"])  # fmt: skip
+    batch, kind = of["batch"], formats.dtype(of["dtype"])
+    rows, columns = of["sequence"], of["sequence_kv"]
+
+    def shape(length: int, heads: int, dim: int, form: str) -> Shape:
+        leading = {"sbhd": (length, batch), "bshd": (batch, length), "thd": (batch * length,)}[form]
+        return (*leading, heads, dim)
+
+    def parts(form: str) -> dict[str, Shape]:
+        return {part: shape(rows if part == "q" else columns, spec.heads(part), spec.features(part), form) for part in LAYOUTS["separate"]}
+
+    metas: dict[str, Meta | None] = {name: Meta(size, kind) for name, size in parts(spec.qkv_format).items()}
+    beside = {
+        "cu_seqlens_q": (spec.padded, (batch + 1,), formats.int32), "cu_seqlens_kv": (spec.padded, (batch + 1,), formats.int32),
+        "mask": (spec.masked, (batch, 1, rows, columns), formats.bool_), "bias": (spec.biased, (1, spec.num_heads, rows, columns), kind),
+        "alibi_slopes": (spec.bias == "alibi", (spec.num_heads,), formats.float32),
+        "softmax_offset": (spec.softmax_type == "learnable", (spec.num_heads,), formats.float32),
+        "rng": (spec.dropout > 0, (2,), formats.int64),
+    }  # fmt: skip
+    metas |= {name: Meta(size, dtype) for name, (wanted, size, dtype) in beside.items() if wanted}
+    attention.infer(spec, metas, frozenset())
+    dense = parts("bshd" if spec.packed else spec.qkv_format)
+    return Question(spec, kind, dense["q"], dense["k"], dense["v"], words)
+
+
+def sections(about: Question) -> Iterator[tuple[str, list[Row]]]:
+    """(title, rows) of every device: who takes the attention there, and why the others do not."""
+    yield "attention on cpu", _implementations(arrays.CPU)
+    count = arrays.provider(Device("cuda")).count()
+    for index in range(count):
+        yield f"attention on {Device('cuda', index)}", _cuda(about, Device("cuda", index))
+    if not count:
+        yield "attention on cuda", _cuda(about, None)
+
+
+def _implementations(device: Device) -> list[Row]:
+    """Implementations of the attention's kernels that the policy in force chooses from; the first that takes a call does."""
+    found: list[Row] = []
+    for name, kernel in (("forward", "attention_fwd"), ("backward", "attention_bwd")):
+        usable, refused = dispatch.candidates(kernel, device)
+        taken = usable[0].impl_id if usable else "no implementation"
+        why = [f"{impl.impl_id}: after it" for impl in usable[1:]] + [f"{impl.impl_id}: {reason}" for impl, reason in refused]
+        found.append((name, "runs" if usable else "missing", "; ".join([taken, *why])))
+    return found
+
+
+def _cuda(about: Question, device: Device | None) -> list[Row]:
+    """Which of the CUDA engine's paths takes each direction; None: what is known of them where there is no device."""
+    from fp8kit.backends.cuda import attention as engine
+    from fp8kit.backends.cuda import launch
+
+    spec = dataclasses.replace(about.spec, qkv_format="bshd") if about.spec.packed else about.spec  # unpacked before the kernels
+    asked = about.q, about.k, about.dtype, spec, about.v
+    if device is not None:
+        usable, _ = dispatch.candidates("attention_fwd", device)
+        if not usable or usable[0].engine != "cuda":
+            return _implementations(device)
+    try:
+        if device is None:
+            said = dict(engine.explain(*asked))
+        else:
+            with launch.current_device(device.index):
+                said = dict(engine.explain(*asked))
+    except BackendError as error:
+        return [("all paths", "missing", _line(str(error)))]
+    rows: list[Row] = []
+    for direction in engine.DIRECTIONS:
+        first, rest = said[f"{engine.FIRST} {direction}"], said[engine.LAST]
+        if first == rest:  # nothing speaks against the first path
+            taken = engine.FIRST if device is not None else f"{rest}; on one {engine.FIRST} would be asked"
+        else:
+            taken = f"{'' if device is not None else f'{rest}; on one '}{engine.LAST}, not {engine.FIRST}: {_line(first)}"
+        rows.append((direction, "missing" if device is None else "runs", taken))
+    return rows
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

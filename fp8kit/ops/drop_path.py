@@ -1,0 +1,82 @@
+"""``drop_path``: y = residual + x, whole samples of x dropped (stochastic depth, Huang et al. 2016)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.formats import int32, int64
+from fp8kit.ops.attention_spec import FORMATS, batch_of
+from fp8kit.ops.product import want, want_rows
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class DropPathSpec:
+    """``p``: probability of dropping a sample, in (0, 1). ``format``: where the samples lie: "sbhd" (s, b, N), "bshd" (b, s, N), or "thd"
+    (t, N), where ``starts`` says it."""
+
+    features: int
+    p: float
+    format: str = "sbhd"
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.p < 1.0:
+            raise FormatError(expected("drop_path", "p", self.p, "a probability in (0, 1)"))
+        if self.format not in FORMATS:
+            raise ShapeError(expected("drop_path", "format", repr(self.format), f"one of {', '.join(FORMATS)}"))
+
+
+class DropPath(Operation):
+    """y = residual + keep / (1 - p) * x, keep 0 or 1 for each sample: in the mean over the draws y = residual + x.
+
+    Inputs: x h, its shape as ``spec.format`` says; residual h like x; rng int64 [2]; starts int32 (b + 1,) with "thd". Output y. The
+    residual's gradient is y's own cotangent.
+    """
+
+    name = "drop_path"
+
+    def _check(self, spec: DropPathSpec, metas: Metas) -> tuple[Meta, int, int]:
+        """x, and rows from one sample to the next, and samples."""
+        x = want_rows(self.name, "x", metas, spec.features)
+        if len(x.shape) != len(spec.format) - 1 or 0 in x.shape:
+            raise ShapeError(expected(self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features, nothing empty"))
+        want(self.name, "residual", metas, x.shape, x.dtype)
+        want(self.name, "rng", metas, (2,), int64)
+        starts = metas.get("starts")
+        if (starts is None) == (spec.format == "thd") or (starts is not None and (len(starts.shape) != 1 or starts.shape[0] < 2)):
+            got = None if starts is None else f"shape {starts.shape}"
+            raise ShapeError(expected(self.name, "starts", got, "int32 (batch + 1,) with 'thd', else None"))
+        if starts is not None:
+            want(self.name, "starts", metas, starts.shape, int32)
+            return x, 1, starts.shape[0] - 1
+        return x, x.shape[1] if spec.format == "bshd" else 1, batch_of(spec.format, x.shape)
+
+    def infer(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        x = self._check(spec, metas)[0]
+        like = Meta(x.shape, x.dtype)
+        kept = ("rng", "starts") if spec.format == "thd" else ("rng",)
+        passes = {"residual": "y"} if "residual" in needs else {}
+        return Signature({"y": like}, kept=kept, grads={"x": like} if "x" in needs else {}, grad_passes=passes)
+
+    def plan(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str], kernels: object) -> Plan:
+        _, inner, count = self._check(spec, metas)
+        return Plan(spec, self.infer(spec, metas, needs), kernels, extra=(inner, count))
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        _run(plan, inputs["x"], inputs["residual"], outputs["y"], inputs, stream)
+
+    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+        if grads.get("x") is not None:
+            _run(plan, cotangents["y"], None, grads["x"], kept, stream)
+
+
+drop_path = DropPath()
+
+
+def _run(plan: Plan, x: ArrayView | None, residual: ArrayView | None, y: ArrayView | None, views: Views, stream: int) -> None:
+    assert x is not None and y is not None
+    inner, count = plan.extra
+    base = None if residual is None else residual.rows()
+    plan.kernels.drop_path(x.rows(), base, y.rows(), views.get("starts"), inner, count, plan.spec.p, views["rng"], stream)

@@ -1,0 +1,145 @@
+"""Attention of new tokens over all of their sequences, whose earlier keys and values lie in a cache of pages: one step of inference.
+
+A mutating operation: it writes the new keys and values into the cache. It has no gradient. The caches are read into padded batches, which
+is what the attention kernels take. Source of the pages: Kwon et al., PagedAttention, 2023.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from fp8kit import formats
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
+from fp8kit.formats import DType
+from fp8kit.ops.attention import (
+    Dense,
+    Part,
+    check_extras,
+    check_inputs,
+    dense_of,
+    extras_of,
+    heads_apart,
+    lse_shape,
+    meta_of,
+    places_of,
+    tokens_of,
+    unpacked,
+)
+from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+_NAME = "cached_attention"
+
+
+class _Call(NamedTuple):
+    """``dense``: the new tokens as the kernels see them; ``k``, ``v``: shapes of the padded batches that the caches are read into."""
+
+    dense: Dense
+    k: Shape
+    v: Shape
+
+
+class CachedAttention(Operation):
+    """Inputs q, k, v of the new tokens, in any layout and format of ``ops.attention.Attention``, equally many tokens of each; and
+
+    * ``k_cache``, ``v_cache``: h (pages, page size, g, d) and (..., d_v), changed in place; ``pages``: int32 (b, m), the pages of each
+      sequence in order. See ``backends.protocol.Kernels.cache_append_``.
+    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the sequences' new tokens and of their lengths with them; in
+      sbhd and bshd a sequence's new tokens come first, what follows is padding. With "thd" also ``cu_seqlens_q_padded``, as there.
+    * ``alibi_slopes``, ``softmax_offset``, ``rng``: as there.
+
+    The spec's mask is one of the padding masks, and it has no bias array. ``max_seqlen_kv``: positions that the caches are read up to, none
+    of the sequences may be longer; ``max_seqlen_q``: with "thd", as there. Output ``o``: as there.
+
+    ``infer`` raises ShapeError for sizes and names that do not fit, FormatError for dtypes, AutogradError where a gradient is wanted.
+    """
+
+    name: ClassVar[str] = _NAME
+
+    def infer(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        return self._inferred(spec, metas, needs)[0]
+
+    def _inferred(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str]) -> tuple[Signature, _Call]:
+        check(spec)
+        if needs:
+            raise AutogradError(expected(_NAME, ", ".join(sorted(needs)), "an array that requires a gradient", "inference under no_grad()"))
+        if not spec.padded:
+            raise ShapeError(expected(_NAME, "mask", repr(spec.mask), "one of the padding masks"))
+        if spec.biased:
+            raise ShapeError(expected(_NAME, "bias", repr(spec.bias), "no_bias or alibi: a bias array does not grow with a sequence"))
+        if spec.max_seqlen_kv < 1:
+            raise ShapeError(expected(_NAME, "max_seqlen_kv", spec.max_seqlen_kv, "at least 1"))
+        new = dataclasses.replace(spec, max_seqlen_kv=spec.max_seqlen_q)  # of the inputs, which hold as many keys as queries
+        kind = check_inputs(new, metas)
+        dims = 1 if spec.packed else 2
+        leading = {name: meta_of(metas, name).shape[:dims] for name in LAYOUTS[spec.layout]}
+        if len(set(leading.values())) > 1:
+            raise ShapeError(expected(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each"))
+        dense = dense_of(new, metas)
+        check_extras(spec, metas, dense, kind)
+        if metas.get("cu_seqlens_kv_padded") is not None:
+            raise ShapeError(expected(_NAME, "cu_seqlens_kv_padded", "an array", "None: the cache knows where keys lie"))
+        batch = lse_shape(dense)[0]
+        _check_cache(spec, metas, batch, kind)
+        length = (spec.max_seqlen_kv, batch) if dense.spec.qkv_format == "sbhd" else (batch, spec.max_seqlen_kv)
+        k, v = ((*length, spec.num_gqa_groups, dim) for dim in (spec.head_dim, spec.head_dim_v))
+        outputs = {"o": Meta((*next(iter(leading.values())), spec.num_heads * spec.head_dim_v), kind)}
+        return Signature(outputs), _Call(dense, k, v)
+
+    def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        signature, call = self._inferred(spec, metas, needs)
+        dense, kind = call.dense, signature.outputs["o"].dtype
+        nbytes = kernels.attention_workspace(dense.parts["q"].shape, call.k, call.v, None, kind, dense.spec, False)
+        scratch = {"workspace": Meta((nbytes,), formats.uint8), "lse": Meta(lse_shape(dense), formats.float32),
+                   "k": Meta(call.k, kind), "v": Meta(call.v, kind)}
+        if spec.packed:
+            source = dense.parts["q"].input
+            scratch |= {f"dense_{source}": Meta(dense.shapes[source], kind), "dense_o": Meta(dense.o, kind)}
+        return Plan(spec, signature, kernels, scratch, extra=call)
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        """Write the new keys and values into the caches, and attend over all of the sequences' positions."""
+        spec, kernels = plan.spec, plan.kernels
+        dense = plan.extra.dense
+        pages, fresh, totals = (inputs[name] for name in ("pages", "cu_seqlens_q", "cu_seqlens_kv"))
+        starts = places_of(inputs, "q")[1] if spec.packed else None
+        for name in "kv":
+            new, cache, whole = _new(spec, dense.parts[name], inputs), inputs[f"{name}_cache"], scratch[name]
+            kernels.cache_append_(new, cache, pages, fresh, totals, starts, spec.qkv_format, stream)
+            kernels.cache_gather(cache, whole, pages, totals, dense.spec.qkv_format, stream)
+        part = dense.parts["q"]
+        q = part.of(unpacked(plan, inputs, inputs[part.input], part.input, scratch, stream))
+        o = scratch["dense_o"] if spec.packed else outputs["o"]
+        kernels.attention_fwd(q, scratch["k"], scratch["v"], heads_apart(o, dense), scratch["lse"], extras_of(spec, inputs), dense.spec,
+                              scratch["workspace"], stream)
+        if spec.packed:
+            kernels.pack_sequences(o, tokens_of(outputs["o"]), *places_of(inputs, "q"), stream)
+
+
+cached_attention = CachedAttention()
+
+
+def _new(spec: AttentionSpec, part: Part, inputs: Views) -> ArrayView:
+    """The new tokens' k or v inside its input, heads apart: 4-dimensional, or (t, g, d) with "thd"."""
+    view = inputs[part.input]
+    assert view is not None
+    return view.with_strides((view.shape[0], *part.shape[2:]), part.strides[1:], part.offset) if spec.packed else part.of(view)
+
+
+def _check_cache(spec: AttentionSpec, metas: Metas, batch: int, kind: DType) -> None:
+    """Refuse caches and a table of pages that do not fit the call."""
+    table, size = meta_of(metas, "pages"), 0
+    for name, dim in (("k_cache", spec.head_dim), ("v_cache", spec.head_dim_v)):
+        meta = meta_of(metas, name)
+        if meta.dtype is not kind:
+            raise FormatError(expected(_NAME, name, meta.dtype, f"{kind} as the inputs"))
+        size = size or (meta.shape[1] if len(meta.shape) == 4 else 1)
+        if len(meta.shape) != 4 or meta.shape[1:] != (size, spec.num_gqa_groups, dim):
+            raise ShapeError(expected(_NAME, name, f"shape {meta.shape}", f"(pages, {size}, {spec.num_gqa_groups}, {dim})"))
+    if table.dtype is not formats.int32:
+        raise FormatError(expected(_NAME, "pages", table.dtype, "int32"))
+    if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] * size < spec.max_seqlen_kv:
+        wanted = f"({batch}, pages of {size} for {spec.max_seqlen_kv} positions)"
+        raise ShapeError(expected(_NAME, "pages", f"shape {table.shape}", wanted))

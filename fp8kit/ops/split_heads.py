@@ -1,0 +1,68 @@
+"""``split_heads``: the queries, keys and values of a packed projection as arrays of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import ShapeError, expected
+from fp8kit.ops.product import want_rows
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class SplitHeadsSpec:
+    """``parts``: (output's name, its heads) in the order in which they lie; heads have ``head_dim`` features. ``groups``: how often that
+    order repeats, each time with ``heads / groups`` heads of each part: 1 has the parts one after the other; with as many groups as keys,
+    each group has its queries, its key and its value."""
+
+    parts: tuple[tuple[str, int], ...]
+    head_dim: int
+    groups: int = 1
+
+
+class SplitHeads(Operation):
+    """Input: x h (..., N), N the features of all parts. Outputs: each part h (..., heads, head_dim). Gradient of x.
+
+    ``infer`` raises ShapeError where the features, or the groups and the heads, do not fit.
+    """
+
+    name = "split_heads"
+
+    def infer(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        for part, heads in spec.parts:
+            if heads % spec.groups:
+                raise ShapeError(expected(self.name, part, f"{heads} heads", f"a multiple of {spec.groups} groups"))
+        x = want_rows(self.name, "x", metas, sum(heads for _, heads in spec.parts) * spec.head_dim)
+        outputs = {part: Meta((*x.shape[:-1], heads, spec.head_dim), x.dtype) for part, heads in spec.parts}
+        # zeroed: the place of a part that nothing was made of
+        return Signature(outputs, grads={"x": Meta(x.shape, x.dtype, zero=True)} if "x" in needs else {})
+
+    def plan(self, spec: SplitHeadsSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        return Plan(spec, self.infer(spec, metas, needs), kernels)
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        for packed, apart in _pairs(plan.spec, inputs["x"], outputs):
+            plan.kernels.copy(packed, apart, stream)
+
+    def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
+        for packed, apart in _pairs(plan.spec, grads["x"], cotangents):
+            plan.kernels.copy(apart, packed, stream)
+
+
+split_heads = SplitHeads()
+
+
+def _pairs(spec: SplitHeadsSpec, x: ArrayView | None, parts: Views) -> Iterator[tuple[ArrayView, ArrayView]]:
+    """(a part inside x, the part by itself) of those that there are, as (rows, groups, features) both."""
+    assert x is not None
+    rows, width = x.rows().shape
+    offset = 0
+    for name, heads in spec.parts:
+        features, part = heads // spec.groups * spec.head_dim, parts.get(name)
+        if part is not None:
+            shape = (rows, spec.groups, features)
+            yield x.with_strides(shape, (width, width // spec.groups, 1), offset), part.reshape(*shape)
+        offset += features
