@@ -45,7 +45,7 @@ def main() -> None:
     bad[7, 7] = np.inf
     with fk.no_grad():
         weight.copy_(bad)
-        print(f"bad weight:   {step(x, dy)}")
+    print(f"bad weight:   {step(x, dy)}")
     with fk.no_grad():
         weight.copy_(good)
     print(f"repaired:     {step(x, dy)}")

@@ -25,7 +25,7 @@ def main() -> None:
         return fk.nn.cross_entropy(logits, targets)
 
     def largest() -> float:
-        return float(np.abs(layer.weight.grad.numpy().astype(np.float32)).max())
+        return max(float(np.abs(parameter.grad.numpy().astype(np.float32)).max()) for parameter in layer.parameters())
 
     loss().backward(WEIGHT)
     print(f"without scaling: largest gradient {largest():.3g}")

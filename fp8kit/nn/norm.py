@@ -72,7 +72,7 @@ class L2Normalization(Module):
         self.eps = float(eps)
 
     def forward(self, inp: Any) -> Any:
-        """``inp``: h (..., N). Returns the same shape and dtype."""
+        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype."""
         x = as_tensor("L2Normalization", "inp", inp)
         if not x.shape:
             raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))

@@ -18,7 +18,7 @@ ARRAY = re.compile(r"\b(Tensor|ArrayView|HostArray|ndarray|Any)\b")  # annotatio
 # parameters with such an annotation that are none
 NOT_ARRAYS = {
     "args", "kwargs", "options", "other", "device", "dtype", "params_dtype", "function", "hook", "modules", "parameters_split", "kernels",
-    "group", "finish", "memo", "spec", "operation",
+    "group", "activation_params", "finish", "memo", "spec", "operation",
 }  # fmt: skip
 SHAPES = re.compile(r"\bshapes?\b|\bdtypes?\b|\barrays? of\b|float32|int64|\(\.\.\.|\bh \(")
 ERRORS = re.compile(r"[Ee]rrors?\b")
