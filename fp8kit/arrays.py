@@ -54,7 +54,8 @@ class ArrayView:
 
     ``ptr`` is the address of the first element, ``shape`` its extent in elements, ``strides`` in elements (C order when not
     given), ``dtype`` a ``DType``; FP8 codes are kept as ``uint8``, their format travels beside. ``owner`` is whatever keeps the
-    memory alive. Views are cheap values: reshaping or slicing makes another over the same memory.
+    memory alive. Views are cheap values: reshaping or slicing makes another over the same memory. Nothing is checked here: what made the
+    array vouches for it. Methods raise ShapeError or FormatError for what the shape, the strides or the dtype does not allow.
     """
 
     __slots__ = ("_strides", "device", "dtype", "owner", "ptr", "shape")

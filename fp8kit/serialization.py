@@ -98,9 +98,9 @@ class Bundle:
 def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
     """Write a module's, an optimiser's or a dict's arrays to ``path``.
 
-    ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors). ``metadata``: strings kept in
-    the file's header. The file appears whole or not at all: it is written beside, flushed to the disk and renamed. Raises
-    CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
+    ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any shape and any dtype that
+    safetensors has. ``metadata``: strings kept in the file's header. The file appears whole or not at all: it is written beside, flushed to
+    the disk and renamed. Raises CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
     """
     target = Path(arguments.path("save", path))
     if not target.parent.is_dir() or target.is_dir():

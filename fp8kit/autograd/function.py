@@ -20,7 +20,8 @@ class Context:
         self.saved: tuple[Any, ...] = ()
 
     def save(self, *values: Any) -> None:
-        """Keep arrays for backward; they come back as ``saved``."""
+        """Keep values for backward, arrays of any shape and dtype or anything else; they come back as ``saved``. A value that is changed in
+        place later is not found out: no error."""
         self.saved = values
 
 
@@ -36,12 +37,13 @@ class Function:
 
     @staticmethod
     def forward(context: Context, *inputs: Any) -> Any:
-        """Compute the outputs."""
+        """Compute the outputs: an array or a tuple of them, of any shape and dtype. Errors raised here reach the caller of ``apply``."""
         raise NotImplementedError
 
     @staticmethod
     def backward(context: Context, *cotangents: Any) -> Any:
-        """Compute the inputs' gradients."""
+        """Compute the inputs' gradients: for each input an array of its shape and dtype, or None. ``cotangents``: an array for each output,
+        of the output's shape and dtype. ShapeError for a gradient that does not fit, AutogradError for another number of them."""
         raise NotImplementedError
 
     @classmethod

@@ -106,7 +106,7 @@ def apply(
 ) -> dict[str, Tensor]:
     """Run an operation on tensors and record it.
 
-    * ``inputs`` by name: Tensors (differentiable where they require a gradient) or views.
+    * ``inputs`` by name: Tensors (differentiable where they require a gradient) or views, of the shapes and dtypes that it wants.
     * ``given``: buffers to use for outputs and backward outputs instead of fresh ones, such as a history's row for an amax.
     * ``late``: what backward reads beside the kept inputs, with the values it has then (the gradients' scales).
     * ``finish``: (function, item), called once after a whole backward walk; see ``tape.Node``.

@@ -47,6 +47,8 @@ class Tensor:
     ``view`` is the array (``ArrayView``); ``requires_grad`` whether a gradient is wanted; ``grad`` the gradient that backward
     accumulated, an ArrayView of the same shape and dtype, or None. Shares memory with NumPy, CuPy and anything that takes
     ``__dlpack__``: ``data`` is the device library's own array, ``numpy()`` a host array (a copy from a GPU).
+
+    Raises FormatError for ``requires_grad`` with a dtype that is not floating.
     """
 
     __slots__ = ("__weakref__", "_edge", "_hooks", "_version", "grad", "requires_grad", "view")
@@ -194,7 +196,7 @@ class Tensor:
         return Edge(self, 0) if self.requires_grad else None
 
     def accumulate(self, cotangent: ArrayView) -> None:
-        """Add a gradient to ``grad``: the leaf's side of the tape."""
+        """Add ``cotangent``, of this shape and dtype, to ``grad``: the leaf's side of the tape."""
         if self._hooks:
             cotangent = tape.hooked(self._hooks, cotangent)
         if self.grad is None:

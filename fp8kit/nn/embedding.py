@@ -28,21 +28,23 @@ class Embedding(Module):
         self._spec = EmbeddingSpec(num_embeddings, embedding_dim, dtype)
 
     def forward(self, ids: Any) -> Tensor:
-        """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range gives NaN. Returns (*ids.shape, embedding_dim)."""
+        """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range gives NaN. Returns (*ids.shape, embedding_dim).
+        FormatError for another dtype."""
         return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight}, owner=self)["y"]
 
 
 class Dropout(Module):
     """While training, an element is dropped with probability ``p`` and the others are divided by 1 - p; else the identity.
 
-    Drawn with Philox4x32-10 from the device's state (``fk.manual_seed``).
+    Drawn with Philox4x32-10 from the device's state (``fk.manual_seed``). FormatError for a ``p`` outside [0, 1).
     """
 
     def __init__(self, p: float = 0.5) -> None:
         self._p = number("Dropout", "p", p, 1.0, FormatError)
 
     def forward(self, inp: Any) -> Tensor:
-        """``inp``: h (..., N). Returns the same shape and dtype."""
+        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype; none of them
+        where nothing is dropped."""
         x = as_tensor("Dropout", "inp", inp)
         if not self.training or self._p == 0:
             return x

@@ -100,7 +100,8 @@ class Fp8Module(Module):
         raise NotImplementedError
 
     def calibrate(self, inputs: Inputs, outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass."""
+        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass into ``amaxes``, float32 [1] a
+        slot. ``inputs``, ``outputs``: the operation's, by name. Raises no errors of its own."""
         raise NotImplementedError
 
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further options of ``make_spec`` while calibrating
@@ -235,7 +236,8 @@ class Fp8Module(Module):
         return {f"{name}.{field}": state.views[field] for name, state in self.fp8_meta.items() for field in FIELDS}
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
-        """Check a saved FP8 state; the function that is returned takes it over (an empty one: the layer has none)."""
+        """Check a saved FP8 state, float32 arrays by name as in ``ScalingState``; the function that is returned takes it over (an empty
+        one: the layer has none). CheckpointError where names, shapes or dtypes do not fit."""
         made: dict[str, ScalingState] = {}
         if state:
             sizes = {"scaling_fwd": FORWARD_SLOTS * len(self.gemms), "scaling_bwd": BACKWARD_SLOTS * len(self.gemms)}

@@ -90,6 +90,9 @@ class Linear(LinearBase):
     * ``name``: kept, for the user. ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit.nn.later``).
 
     x: (..., K); y: (..., N) in x's dtype. Under ``autocast`` the three GEMMs run in FP8 (any sizes; multiples of 16 need no padding).
+
+    Raises Fp8kitError for sizes and arguments out of their range, and when called ShapeError for another last dimension than K and
+    FormatError for another dtype than the parameters'.
     """
 
     operation = linear
@@ -122,5 +125,6 @@ class Linear(LinearBase):
         return (y, self.bias if self.use_bias else None) if self.return_bias else y  # type: ignore[attr-defined]
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str) -> Tensor:
-        """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made here ("deferred")."""
+        """y for ``x`` as in ``forward``, with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made here
+        ("deferred")."""
         return self.run({"x": x, **self.product_inputs(bias)}, is_first_microbatch, bias)["y"]

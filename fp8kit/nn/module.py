@@ -40,7 +40,7 @@ class Module:
     training = True
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Compute the outputs."""
+        """Compute the outputs. A module says which shapes and dtypes its inputs have, and which errors others raise."""
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -133,7 +133,8 @@ class Module:
         return {}
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
-        """Check what ``extra_state`` once gave, and return what takes it over. CheckpointError where it does not fit."""
+        """Check what ``extra_state`` once gave, arrays by name, and return what takes it over. CheckpointError where names, shapes or
+        dtypes do not fit."""
         if state:
             raise CheckpointError(f"unexpected: {', '.join(state)}")
         return lambda: None
@@ -159,7 +160,7 @@ class Module:
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
+        """Check the names, shapes and dtypes of what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
         serialization.mapping("load_state_dict", state)
         strict = flag("load_state_dict", "strict", strict, CheckpointError)
         own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())
@@ -232,7 +233,7 @@ class Sequential(ModuleList):
         super().__init__(modules)
 
     def forward(self, x: Any) -> Any:
-        """x through all modules."""
+        """x through all modules: any shape and dtype that the first takes; what does not fit is an error of the module that it reaches."""
         for module in self:
             x = module(x)
         return x

@@ -43,7 +43,8 @@ class _Norm(Module):
         self.weight, self.bias = norm_parameters(self._spec, dtype, where)
 
     def forward(self, inp: Any) -> Any:
-        """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
+        """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype. ShapeError for another last dimension,
+        FormatError for another dtype than the parameters'."""
         inputs = {"x": as_tensor(type(self).__name__, "inp", inp), "norm_weight": self.weight, "norm_bias": self.bias}
         return apply(norm, self._spec, inputs, owner=self)["y"]
 
@@ -51,7 +52,8 @@ class _Norm(Module):
 class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016).
 
-    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters ``weight``, ``bias`` (N,).
+    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters ``weight``, ``bias`` (N,) of
+    ``params_dtype``, float32 (None), bfloat16 or float16. Fp8kitError for both or neither of the sizes, or more than one dimension.
     """
 
     normalization = "LayerNorm"
@@ -73,7 +75,7 @@ class L2Normalization(Module):
         self.eps = float(eps)
 
     def forward(self, inp: Any) -> Any:
-        """``inp``: h (..., N). Returns the same shape and dtype."""
+        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype."""
         x = as_tensor("L2Normalization", "inp", inp)
         if not x.shape:
             raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))

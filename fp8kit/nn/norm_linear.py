@@ -23,8 +23,8 @@ class LayerNormLinear(LinearBase):
     """y = norm(x) W^T + b; under ``autocast`` the normalisation writes FP8 itself.
 
     ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there. ``return_layernorm_output``: also return
-    norm(x). Other arguments as ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K), ``bias``
-    (N,) or their ``parameters_split`` names.
+    norm(x). Other arguments, shapes, dtypes and errors as ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,),
+    ``weight`` (N, K), ``bias`` (N,) or their ``parameters_split`` names.
     """
 
     operation = norm_linear
@@ -54,7 +54,8 @@ class LayerNormLinear(LinearBase):
             amax_of(weight.view, amaxes[1])
 
     def forward(self, inp: Any, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
-        """``inp``: h (..., K). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
+        """``inp``: h (..., K). Returns y, h (..., N), or a tuple (y, bias where ``return_bias``, norm(x) where
+        ``return_layernorm_output``)."""
         not_yet("LayerNormLinear", {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)})
         x = as_tensor("LayerNormLinear", "inp", inp)
         out = self.branch(x, is_first_microbatch, self.bias_mode, return_norm=self.return_layernorm_output)
@@ -67,6 +68,6 @@ class LayerNormLinear(LinearBase):
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
                return_norm: bool = False) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for."""
+        """For ``x`` as in ``forward``: outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for."""
         inputs: Inputs = {"x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, **self.product_inputs(bias)}
         return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)

@@ -99,7 +99,8 @@ def get_rng_state() -> dict[str, HostArray]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Go back to a state that ``get_rng_state`` gave (arrays by name). CheckpointError where an entry is missing, unknown or wrong."""
+    """Go back to a state that ``get_rng_state`` gave: integer arrays by name. CheckpointError where an entry is missing, unknown, or of
+    another shape or dtype; then nothing changes."""
     check_rng_state(state)()
 
 
@@ -150,11 +151,11 @@ class RandomState:
         return get_rng_state()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """``set_rng_state(state)``."""
+        """``set_rng_state(state)``, with its shapes, dtypes and errors."""
         set_rng_state(state)
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """``check_rng_state(state)``."""
+        """Check what ``set_rng_state`` takes, with its shapes, dtypes and errors; the function that is returned goes back to it."""
         return check_rng_state(state)
 
 

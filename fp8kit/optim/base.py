@@ -161,7 +161,7 @@ class Optimizer:
         raise NotImplementedError
 
     def update(self, kernels: Any, batch: Batch, stream: int) -> None:
-        """One step of a batch."""
+        """One step of a batch: float32 states and masters, parameters and gradients of their own dtypes. Raises no errors of its own."""
         raise NotImplementedError
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -268,11 +268,12 @@ class Optimizer:
         return {"steps": arrays.as_view(np.array(steps, np.int64)), "hyper": arrays.as_view(np.array(hyper, np.float64))} | out
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave; everything is checked before anything changes. CheckpointError where it does not fit."""
+        """Take over what ``state_dict`` gave; everything is checked before anything changes. CheckpointError for missing or (``strict``)
+        unexpected names, and for other shapes or dtypes."""
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
+        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as ``load_state_dict``."""
         params, width = self._params(), len(self.columns)
         operation = f"{type(self).__name__}.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)

@@ -74,7 +74,7 @@ class GradScaler:
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the factor, on the tape. float32 or 16-bit, any shape; in float16 it may overflow, which skips the step.
 
-        FormatError for anything else.
+        FormatError for anything else, BackendError for a loss on another device than the first one's.
         """
         if not isinstance(loss, Tensor) or loss.dtype not in HIGH_PRECISION:
             got = loss.dtype.name if isinstance(loss, Tensor) else shown(loss)
@@ -153,11 +153,12 @@ class GradScaler:
         return {name: self._views.get(name, arrays.as_view(self._host[name])) for name in _DTYPES}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what ``state_dict`` gave. CheckpointError where it does not fit."""
+        """Take over what ``state_dict`` gave. CheckpointError for missing or (``strict``) unexpected names, other shapes or dtypes, and
+        numbers that are negative or not finite."""
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check what ``state_dict`` gave, and return what takes it over. CheckpointError where it does not fit."""
+        """Check what ``state_dict`` gave, and return what takes it over. Shapes, dtypes and errors as ``load_state_dict``."""
         operation = "GradScaler.load_state_dict"
         strict = flag(operation, "strict", strict, CheckpointError)
         entries = serialization.mapping(operation, state).items()

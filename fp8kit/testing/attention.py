@@ -171,7 +171,7 @@ def attention_oracle(
 
     ``q``, ``k``, ``v``, ``do``: arrays (s, b, heads, d), or (b, s, heads, d) with "bshd". ``keep``: dropout's factors (b, h, s_q, s_kv).
     ``cu_seqlens``: of queries and keys, (b + 1,) each, with a padding mask. Source: Vaswani et al. 2017, 3.2; the gradients are the
-    derivatives of its formula (Dao et al. 2022, appendix B).
+    derivatives of its formula (Dao et al. 2022, appendix B). NumPy's ValueError for shapes that do not fit each other.
     """
     order = (1, 2, 0, 3) if spec.qkv_format == "sbhd" else (0, 2, 1, 3)
     back = tuple(int(i) for i in np.argsort(order))

@@ -30,8 +30,9 @@ def epsilon(dtype: object) -> float:
 def sum_slack(magnitude: Any, terms: int) -> Any:
     """Bound on the float32 error of a sum of ``terms`` products whose absolute values add up to ``magnitude``.
 
-    ``terms * u * magnitude`` with u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, eq. 3.5), with four
-    further operations for what is done before and after.
+    ``magnitude``: a number, or an array of any shape, which the bound then has too; there is no error to raise. The bound is
+    ``terms * u * magnitude`` with u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, eq. 3.5), with four further
+    operations for what is done before and after.
     """
     return (terms + 4) * 2.0**-24 * magnitude
 
@@ -41,9 +42,10 @@ def _first(bad: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 
 def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack: Any = 0.0) -> None:
-    """Fail with the first coordinate where ``|got - reference| > epsilon(dtype) * |reference| + smallest(dtype) + slack``.
+    """AssertionError with the first coordinate where ``|got - reference| > epsilon(dtype) * |reference| + smallest(dtype) + slack``.
 
-    ``got``: array; ``reference``: float64 array of the same shape; ``slack``: number or array. NaN and Inf must agree exactly.
+    ``got``: array on the host; ``reference``: float64 array of the same shape (AssertionError for another); ``slack``: number or array that
+    broadcasts to it. NaN and Inf must agree exactly.
     """
     kind = formats.dtype(dtype)
     g = np.asarray(got).astype(np.float64)
@@ -63,7 +65,8 @@ def assert_close(what: str, got: Any, reference: Any, dtype: DType | str, slack:
 
 
 def assert_same_bits(what: str, got: Any, expected: Any) -> None:
-    """Fail with the first coordinate where two arrays of one dtype differ in any bit (NaN payloads count)."""
+    """AssertionError with the first coordinate where ``got`` and ``expected``, arrays on the host, differ in any bit (NaN payloads count);
+    also for another shape or dtype."""
     g, e = np.ascontiguousarray(got), np.ascontiguousarray(expected)
     if g.shape != e.shape or g.dtype != e.dtype:
         raise AssertionError(f"{what}: {g.dtype} {g.shape}, expected {e.dtype} {e.shape}")
@@ -78,6 +81,7 @@ def assert_same_bits(what: str, got: Any, expected: Any) -> None:
 
 
 def relative_error(got: Any, reference: Any) -> float:
-    """``||got - reference|| / ||reference||`` in float64 (NaN where either has one)."""
+    """``||got - reference|| / ||reference||`` in float64 (NaN where either has one). Arrays of one shape on the host; NumPy's ValueError
+    for shapes that do not broadcast."""
     r = np.asarray(reference, np.float64)
     return float(np.linalg.norm(np.asarray(got, np.float64) - r) / np.linalg.norm(r))

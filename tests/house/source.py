@@ -79,7 +79,7 @@ def public(name: str) -> Iterator[tuple[str, Definition, ast.ClassDef | None]]:
 
 def texts() -> Iterator[Path]:
     """Every text file that the project wrote."""
-    for folder in ("fp8kit", "adapters", "tests", "examples", "benchmarks"):
+    for folder in ("fp8kit", "adapters", "tests", "examples", "benchmarks", "docs"):
         yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in TEXTS)
     yield from (path for path in sorted(ROOT.glob("*")) if path.suffix in TEXTS or path.name == "Makefile")
 
