@@ -186,7 +186,8 @@ def _padded(row_id_map: Tensor, pad_offsets: Tensor, rows: int) -> Tensor:
 def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """The row of ``inp`` that each row of the result is."""
     if split_sizes.ndim != 1 or sorted_index.shape != split_sizes.shape:
-        raise ShapeError(expected(op, "sorted_index", tuple(sorted_index.shape), f"split_sizes' shape {tuple(split_sizes.shape)}, (chunks,)"))
+        wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
+        raise ShapeError(expected(op, "sorted_index", tuple(sorted_index.shape), wanted))
     if split_sizes.device.type == "cpu" and int(split_sizes.sum()) != inp.size(0):
         raise ShapeError(expected(op, "split_sizes", f"{int(split_sizes.sum())} rows together", f"{inp.size(0)}, the rows of inp"))
     sizes, order = (t.to(device=inp.device, dtype=torch.int64) for t in (split_sizes, sorted_index))

@@ -138,7 +138,7 @@ class FusedAdam(_Fused):
         if self.capturable and group["params"]:
             devices = {param.device for param in group["params"]}
             if len(devices) != 1:
-                raise Fp8kitError(expected("FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one device, with capturable"))
+                raise Fp8kitError(expected("FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one, with capturable"))
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop()).reshape(1).clone()
 
     # --- states -------------------------------------------------------------------------------------------------------

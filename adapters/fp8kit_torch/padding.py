@@ -18,7 +18,7 @@ def padded_splits(m_splits: Sequence[int], align_size: int) -> list[int]:
 
 
 class _Splits(torch.nn.Module):
-    """What both modules have: ``num_gemms`` groups of rows, each padded to a multiple of ``align_size`` (None: 16). ShapeError for others."""
+    """What both modules have: ``num_gemms`` groups of rows, each padded to a multiple of ``align_size`` (None: 16)."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
