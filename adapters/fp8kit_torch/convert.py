@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit import arrays
 from fp8kit.arrays import ArrayView
-from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.apply import run
+from fp8kit_torch.calibration import amax_of
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.texts import encode
-from fp8kit_torch.views import as_view
 
 Filter = Callable[[nn.Module, str], bool]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,9 +68,8 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
         return {"weight0": self.weight}
 
     def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        for name, amax in zip(("x", "weight0"), amaxes, strict=False):
-            view = as_view(inputs[name].detach().contiguous()).rows()
-            dispatch.kernels(view.device).amax(view, amax, view.shape, arrays.current_stream(view.device))  # type: ignore[arg-type]
+        amax_of(inputs["x"], amaxes[0])
+        amax_of(inputs["weight0"], amaxes[1])
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (..., in_features) of the weight's dtype."""

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import arrays
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current
-from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit_torch import arguments
+from fp8kit.ops.quant import Fp8
+from fp8kit.scaling import FORWARD_SLOTS
+from fp8kit_torch import arguments, recompute
 from fp8kit_torch.apply import NO_STATE, Wiring, apply
+from fp8kit_torch.calibration import amax_of
 from fp8kit_torch.module import Init, TransformerEngineBaseModule, normal_init, want_input
-from fp8kit_torch.plans import call
+from fp8kit_torch.plans import Call, call
 from fp8kit_torch.specs import layer_spec
+from fp8kit_torch.texts import encode
 from fp8kit_torch.views import as_view
 
 _CONSTRUCTOR = arguments.CONSTRUCTOR["Linear"] | {
@@ -63,9 +65,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         return {f"weight{i}": getattr(self, f"weight{i}") for i in range(self.num_gemms)}
 
     def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        for name, amax in zip(("x", "weight0"), amaxes, strict=True):
-            view = as_view(inputs[name].detach().contiguous()).rows()
-            dispatch.kernels(view.device).amax(view, amax, view.shape, arrays.current_stream(view.device))  # type: ignore[arg-type]
+        amax_of(inputs["x"], amaxes[0])
+        amax_of(inputs["weight0"], amaxes[1])
 
     @torch.compiler.disable
     def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **other: Any) -> Any:
@@ -96,5 +97,59 @@ class GroupedLinear(TransformerEngineBaseModule):
             tensors = {name: t.to(torch.get_autocast_dtype(x.device.type)) for name, t in tensors.items()}
         mode, state = "none" if bias is None else "add", current()
         if state is None or not (state.enabled or state.calibrating):
-            return self._apply(None, False, mode, tensors, NO_STATE)
+            return apply(self._call_of(None, False, mode, tensors, False), list(tensors.values()))["y"]
         return self._fp8_group(i, tensors, mode, state, first)
+
+    def _fp8_group(self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState, first: bool | None) -> Tensor:
+        recipe, kept = state.recipe, recompute.recall(self)
+        training = torch.is_grad_enabled() or recompute.first()
+        delayed, record = recipe.delayed(), training or state.calibrating
+        wiring = _of(i, self.wiring(recipe, training, record, kept)) if delayed else NO_STATE
+        cached = None
+        if first is not None and state.enabled:
+            cached = self._cached_group(i, self._fp8_of(recipe), first, tensors, wiring) if kept is None else kept.weights
+        if kept is None:
+            recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
+        if not state.enabled:
+            y = apply(self._call_of(None, False, bias, tensors, False), list(tensors.values()))["y"]
+            if delayed and record and kept is None:
+                row = self.fp8_meta["scaling_fwd"].amax_history[0]
+                with torch.no_grad():
+                    self.calibrate(tensors, {}, [as_view(row[slot : slot + 1]) for slot in (FORWARD_SLOTS * i, FORWARD_SLOTS * i + 1)])
+            return y
+        tensors = tensors | (cached or {})
+        made = self._call_of(self._fp8_of(recipe), cached is not None, bias, tensors, delayed)
+        return apply(made, list(tensors.values()), wiring)["y"]
+
+    def _call_of(self, fp8: Fp8 | None, cached: bool, bias: str, tensors: dict[str, Tensor], scaled: bool) -> Call:
+        """The call of one group's product, the same for all groups."""
+        key = (id(fp8), cached, bias, *tensors)
+        found = self._calls.get(key)
+        if found is None:
+            spec = layer_spec(self._spec, fp8, cached, bias, ())
+            found = self._calls[key] = (call("linear", spec, tuple(tensors), ("",) if fp8 is not None else (), scaled), fp8)
+        return found[0]
+
+    def _cached_group(self, i: int, fp8: Fp8, first: bool, tensors: dict[str, Tensor], wiring: Wiring) -> dict[str, Tensor]:
+        """The group's FP8 weight: cast now for the first micro-batch, or where there is none by this recipe."""
+        text = encode(fp8)
+        if self._weights is None or self._weights[0] != text:
+            self._weights = (text, {})
+        known: Any = self._weights[1]
+        if first or i not in known:
+            spec = layer_spec(self._spec, fp8, False, "none", ())
+            made = call("weight_cast", spec, ("weight0",), ("",), wiring is not NO_STATE)
+            only = Wiring(wiring.scales, None if wiring.front is None else {"w_amax": wiring.front["w_amax"]})
+            with torch.no_grad():
+                known[i] = apply(made, [tensors["weight0"]], NO_STATE if wiring is NO_STATE else only)
+        return known[i]  # type: ignore[no-any-return]
+
+
+def _of(i: int, wiring: Wiring) -> Wiring:
+    """The part of a layer's wiring that one group reads and writes."""
+    def part(views: Mapping[str, ArrayView] | None, suffix: str) -> Any:
+        start = f"{i}_"
+        return None if views is None else {n.removeprefix(start): v for n, v in views.items() if n.startswith(start) and n.endswith(suffix)}
+
+    return wiring._replace(scales=part(wiring.scales, "scale"), front=part(wiring.front, "amax"), late=part(wiring.late, "scale"),
+                           back=part(wiring.back, "amax"))

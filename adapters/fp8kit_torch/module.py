@@ -24,7 +24,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
-from fp8kit_torch import extra_state
+from fp8kit_torch import extra_state, recompute
 from fp8kit_torch.apply import NO_STATE, Traced, Wiring, apply, trace
 from fp8kit_torch.autocast import recipe_parts, recipe_text, touch_traced
 from fp8kit_torch.ops import FORWARD, NEITHER
@@ -144,28 +144,39 @@ class TransformerEngineBaseModule(ParameterModule):
 
     def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any]
                  ) -> dict[str, Tensor]:
-        recipe, training = state.recipe, torch.is_grad_enabled()
-        delayed = recipe.delayed()
-        wiring, record = NO_STATE, training or state.calibrating
-        if delayed:
-            wiring = self._wire(recipe, record)
-            if record:
-                touch_forward(self.fp8_meta["scaling_fwd"], recipe, training)
+        recipe, kept = state.recipe, recompute.recall(self)
+        training = torch.is_grad_enabled() or recompute.first()
+        delayed, record = recipe.delayed(), training or state.calibrating
+        wiring = self.wiring(recipe, training, record, kept) if delayed else NO_STATE
+        cached = None
+        if first is not None and state.enabled:
+            if not isinstance(first, bool):
+                raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
+            cached = self._cached(self._fp8_of(recipe), first, bias, tensors, wiring) if kept is None else kept.weights
+        if kept is None:
+            recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
         if not state.enabled:
             given = options | self.calibration_options
             outputs = apply(self._call(None, False, bias, given, tensors), list(tensors.values()))
-            if delayed and record:
+            if delayed and record and kept is None:
                 row = self.fp8_meta["scaling_fwd"].amax_history[0]
                 with torch.no_grad():
                     self.calibrate(tensors, outputs, [as_view(row[slot : slot + 1]) for slot in range(row.shape[0])])
             return outputs
-        fp8 = self._fp8_of(recipe)
-        if first is not None:
-            if not isinstance(first, bool):
-                raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
-            cached = self._cached(fp8, first, bias, tensors, wiring)
-            tensors = tensors | cached
-        return apply(self._call(fp8, first is not None, bias, options, tensors, delayed), list(tensors.values()), wiring)
+        tensors = tensors | (cached or {})
+        call = self._call(self._fp8_of(recipe), cached is not None, bias, options, tensors, delayed)
+        return apply(call, list(tensors.values()), wiring)
+
+    def wiring(self, recipe: Recipe, training: bool, record: bool, kept: recompute.Kept | None) -> Wiring:
+        """How this call hangs on the state of delayed scaling, which is touched where amaxes are recorded: not in a pass that is done
+        again, which has the scales of the first one (``kept``)."""
+        found, forward = self._wire(recipe, record), self.fp8_meta["scaling_fwd"]
+        if kept is not None:
+            assert kept.scale is not None
+            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scale, forward.device), front=None)
+        if record:
+            touch_forward(forward, recipe, training)
+        return found
 
     def _fp8_of(self, recipe: Recipe) -> Fp8:
         known = self._fp8

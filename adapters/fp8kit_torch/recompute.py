@@ -7,7 +7,6 @@ random state gives dropout the same numbers.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ from fp8kit.errors import AutogradError, Fp8kitError, expected
 
 
 class Kept(NamedTuple):
-    """What one call of an FP8 layer found in the first pass: the layer, a copy of its forward scales, and cached weights, if it took any."""
+    """What one call of an FP8 layer found in the first pass: the layer, a copy of its forward scales, cached weights if it took any."""
 
     owner: object
     scale: Tensor | None
@@ -157,7 +156,6 @@ def checkpoint(
         raise Fp8kitError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "their defaults with use_reentrant=True"))
     passes = iter((around.one(),))
 
-    @functools.wraps(function if hasattr(function, "__name__") else type(function).__call__)
     def call(*given: Any) -> Any:
         with next(passes, None) or around.again():
             return function(*given, **kwargs)
