@@ -27,7 +27,7 @@ class Wiring(NamedTuple):
     front: Views | None = None  # where forward accumulates amaxes; None: nowhere that lasts
     late: Views = {}  # noqa: RUF012  the gradients' scales, read at backward time
     back: Views | None = None  # where backward accumulates amaxes
-    ticket: tuple[Recipe, ScalingState] | None = None  # the state that a backward pass updates
+    ticket: tuple[Recipe, ScalingState, int | None] | None = None  # what ``finish_backward`` is told
 
 
 NO_STATE = Wiring({})

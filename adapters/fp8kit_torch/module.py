@@ -173,7 +173,8 @@ class TransformerEngineBaseModule(ParameterModule):
         found, forward = self._wire(recipe, record), self.fp8_meta["scaling_fwd"]
         if kept is not None:
             assert kept.scale is not None
-            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scale, forward.device), front=None)
+            ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
+            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scale, forward.device), front=None, ticket=ticket)
         if record:
             touch_forward(forward, recipe, training)
         return found
@@ -223,7 +224,7 @@ class TransformerEngineBaseModule(ParameterModule):
         if record:
             wiring = wiring._replace(
                 front=amax_views(front, forward.amax_history, place), back=amax_views(back, backward.amax_history, place),
-                ticket=(recipe, backward),
+                ticket=(recipe, backward, None),
             )
         self._wired = (recipe, record, wiring)
         return wiring

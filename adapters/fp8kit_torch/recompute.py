@@ -20,6 +20,7 @@ from torch.utils.checkpoint import noop_context_fn
 from fp8kit.autocast import current, resumed
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import AutogradError, Fp8kitError, expected
+from fp8kit_torch.state import open_walk
 
 
 class Kept(NamedTuple):
@@ -33,11 +34,12 @@ class Kept(NamedTuple):
 class _Pass:
     """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads them in the same order.
 
-    ``source``: the later pass of an outer checkpoint that this first pass runs within, and reads from.
+    A first pass may run within an outer checkpoint: ``above`` is that one's first pass, which remembers the calls too, or its later pass,
+    which this one reads from. ``walk``: the backward pass that a later pass belongs to.
     """
 
-    def __init__(self, first: bool, calls: list[Kept], source: _Pass | None) -> None:
-        self.first, self.calls, self.source = first, calls, source
+    def __init__(self, first: bool, calls: list[Kept], above: _Pass | None, walk: int | None = None) -> None:
+        self.first, self.calls, self.above, self.walk = first, calls, above, walk
         self.position = 0
 
     def next(self, owner: object) -> Kept:
@@ -78,25 +80,34 @@ def recall(owner: object) -> Kept | None:
         return None
     if not running.first:
         return running.next(owner)
-    if running.source is None:
+    if running.above is None or running.above.first:
         return None
-    running.calls.append(running.source.next(owner))
+    running.calls.append(running.above.next(owner))
     return running.calls[-1]
 
 
 def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     """In a first pass: keep what this call of ``owner`` found, its scales by value."""
     running = _thread.running
-    if running is not None and running.first:
-        running.calls.append(Kept(owner, None if scale is None else scale.detach().clone(), weights))
+    if running is None or not running.first:
+        return
+    kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
+    while running is not None:
+        running.calls.append(kept)
+        running = running.above
+
+
+def walk() -> int | None:
+    """The backward pass, the outermost one, that a recomputation runs for; None where none is running."""
+    running = _thread.running
+    return None if running is None else running.walk
 
 
 class _Around:
     """What a checkpoint found around it, and its two passes as context managers."""
 
     def __init__(self, tracker: Any, context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]) -> None:
-        outer = _thread.running
-        self.source = None if outer is None or outer.first else outer
+        self.above, self.walk = _thread.running, walk()
         self.calls: list[Kept] = []
         self.state, self.policy, self.tracker = current(), get_policy(), tracker
         self.states: Mapping[str, Tensor] | None = None if tracker is None else dict(tracker.get_states())
@@ -106,7 +117,7 @@ class _Around:
     def one(self) -> Iterator[None]:
         """Around the first pass."""
         self.calls.clear()
-        with self.own[0], _running(_Pass(True, self.calls, self.source)):
+        with self.own[0], _running(_Pass(True, self.calls, self.above, self.walk)):
             yield
 
     @contextmanager
@@ -115,8 +126,9 @@ class _Around:
         before = None if self.tracker is None else dict(self.tracker.get_states())
         if self.tracker is not None:
             self.tracker.set_states(self.states)
+        later = _Pass(False, self.calls, None, open_walk() if self.walk is None else self.walk)
         try:
-            with self.own[1], resumed(self.state), policy_context(self.policy), _running(_Pass(False, self.calls, None)):
+            with self.own[1], resumed(self.state), policy_context(self.policy), _running(later):
                 yield
         finally:
             if self.tracker is not None:
@@ -163,4 +175,4 @@ def checkpoint(
     return torch_checkpoint(call, *args, use_reentrant=True)
 
 
-__all__ = ["Kept", "checkpoint", "first", "keep", "recall"]
+__all__ = ["Kept", "checkpoint", "first", "keep", "recall", "walk"]

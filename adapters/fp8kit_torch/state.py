@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fp8kit_torch.views import as_view
 
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+_HELD: list[None] = []  # of all threads: backward has its own
 _WALKS: dict[int, dict[Recipe, dict[int, ScalingState]]] = {}  # backward pass -> states that recorded in it
 
 
@@ -116,13 +118,30 @@ def named(handle: int) -> ScalingState | None:
     return _LIVE.get(handle)
 
 
-def finish_backward(recipe: Recipe, state: ScalingState) -> None:
-    """Update ``state`` when the backward pass that runs now has ended. Called within one."""
-    walk = torch._C._current_graph_task_id()
-    groups = _WALKS.get(walk)
-    if groups is None:
-        groups = _WALKS[walk] = {}
+@contextmanager
+def held() -> Iterator[None]:
+    """No backward state is updated within: a graph is captured, which is to leave that to whoever replays it."""
+    _HELD.append(None)
+    try:
+        yield
+    finally:
+        _HELD.pop()
+
+
+def open_walk() -> int:
+    """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one."""
+    walk = int(torch._C._current_graph_task_id())
+    if walk not in _WALKS:
+        _WALKS[walk] = {}
         torch.autograd.Variable._execution_engine.queue_callback(_ended(walk))
+    return walk
+
+
+def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None) -> None:
+    """Update ``state`` when a backward pass has ended: the one that runs now, or ``walk``, which ``open_walk`` gave, around it."""
+    if _HELD:
+        return
+    groups = _WALKS[open_walk() if walk is None else walk]
     groups.setdefault(recipe, {})[id(state)] = state
 
 
