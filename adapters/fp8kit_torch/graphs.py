@@ -25,8 +25,8 @@ Forward = Callable[..., Any]
 
 
 def make_graphed_callables(
-    modules: nn.Module | tuple[nn.Module, ...], sample_args: tuple[Any, ...], num_warmup_iters: int = 3, allow_unused_input: bool = False,
-    sample_kwargs: Any = None, fp8_enabled: bool | None = None, fp8_calibrating: bool | None = None, fp8_recipe: Recipe | None = None,
+    modules: nn.Module | tuple[nn.Module, ...], sample_args: tuple[Any, ...], num_warmup_iters: int = 3,
+    allow_unused_input: bool = False, sample_kwargs: Any = None, fp8_enabled: bool | None = None, fp8_calibrating: bool | None = None, fp8_recipe: Recipe | None = None,
     fp8_group: object = None, fp8_weight_caching: bool | None = None, enabled: bool | None = None, calibrating: bool | None = None,
     recipe: Recipe | None = None, amax_reduction_group: object = None, cache_quantized_params: bool | None = None, pool: Any = None,
     **other: Any,
@@ -37,7 +37,7 @@ def make_graphed_callables(
       evaluation) than at the capture they run as they did.
     * ``sample_args``: tensors for the module, or a tuple of such tuples. ``sample_kwargs``: None only.
     * ``num_warmup_iters``, ``allow_unused_input``, ``pool``: torch's.
-    * ``enabled``, ``calibrating``, ``recipe``: the autocast that is captured; ``fp8_enabled``, ``fp8_calibrating``, ``fp8_recipe`` are their
+    * ``enabled``, ``calibrating``, ``recipe``: the autocast that is captured; ``fp8_enabled`` and so on are their
       deprecated names. Call a graphed module within an autocast of the same recipe; outside of any, its scales are updated at once.
     * ``amax_reduction_group``, ``cache_quantized_params``, their deprecated names, and ``other``: at their defaults only.
 

@@ -70,8 +70,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     @torch.compiler.disable
     def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **other: Any) -> Any:
-        """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other. ``is_first_microbatch``: None casts the
-        weights at each call; True casts and keeps them, False takes them.
+        """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other. ``is_first_microbatch``: None casts
+        the weights at each call; True casts and keeps them, False takes them.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not those of ``m_splits``.
         """
