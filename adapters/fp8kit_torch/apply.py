@@ -97,7 +97,7 @@ def trace(
     name: str, spec: str, names: tuple[str, ...], tensors: list[Tensor], gemms: tuple[str, ...] = (), state: Traced | None = None,
     gemm: int | None = None,
 ) -> dict[str, Tensor]:
-    """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM of the state that this is about."""
+    """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
     text, outputs = _described(name, spec, names, gemms, state is not None)
     needs = ""
     if torch.is_grad_enabled():

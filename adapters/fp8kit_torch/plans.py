@@ -1,7 +1,7 @@
 """Calls of operations on torch tensors: plans found by a cheap key, memory from torch's allocator, work on torch's stream.
 
 A ``Call`` is what is static: an operation, its spec, the names of its inputs. A ``Ready`` is a call for certain shapes: its plan and where
-everything lies. Both ways into an operation, the eager one and the ops that torch.compile sees, run through them, so they give the same bits.
+everything lies. Both ways into an operation, the eager one and the ops that torch.compile sees, run through them: the same bits.
 
 What forward saves for backward is one block of bytes. The amaxes of a layer's operands, forward or backward, are float32 slots in the
 order of its ``ScalingState``: the state's own row, or one small tensor.

@@ -1,4 +1,4 @@
-"""A layer's spec under a recipe, from its spec in high precision: as an object, and as a text that ``torch.compile`` takes for a constant."""
+"""A layer's spec under a recipe, from its spec in high precision: as an object, and as a text, a constant within ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8kit_torch.texts import decode, encode
 
 
 def layer_spec(spec: Any, fp8: Fp8 | None, cached: bool, bias: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    """``spec`` with its products in FP8 or not, their weights cached or not, ``bias`` of the last one, and ``options`` as further fields."""
+    """``spec`` with its products in FP8 or not, their weights cached or not, ``bias`` of the last one, ``options`` as further fields."""
     names = [field.name for field in dataclasses.fields(spec) if isinstance(getattr(spec, field.name), ProductSpec)]
     changes = {name: dataclasses.replace(getattr(spec, name), fp8=fp8, weight_cached=cached) for name in names}
     changes[names[-1]] = dataclasses.replace(changes[names[-1]], bias=bias)
