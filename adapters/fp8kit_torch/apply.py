@@ -51,7 +51,7 @@ class _Short(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
-        kept, block = (saved[:-1], saved[-1]) if ready.saved.size else (saved, None)
+        kept, block = (saved[:-1], saved[-1]) if ready.saved.parts else (saved, None)
         made, _ = ready.backward(kept, block, grads, wiring.late, wiring.back)
         if wiring.ticket is not None and ready.back:
             finish_backward(*wiring.ticket)

@@ -128,7 +128,7 @@ class TransformerEngineBaseModule(ParameterModule):
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any) -> dict[str, Tensor]:
-        """The layer's operation on ``inputs`` (x first, weights included), as the autocast says. ``bias``: of the last product; ``options``:
+        """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``options``:
         further fields of the spec."""
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         if torch.is_autocast_enabled(tensors["x"].device.type):

@@ -218,9 +218,9 @@ class Ready:
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
         outputs, filled = self._filled(self.outputs, amaxes)
-        block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.size else None
+        block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.parts else None
         saved = {} if block is None else self.saved.carve(block, place)
-        scratch = self.scratch.carve(torch.empty(self.scratch.size, dtype=torch.uint8, device=device), place) if self.scratch.size else {}
+        scratch = self.scratch.carve(torch.empty(self.scratch.size, dtype=torch.uint8, device=device), place) if self.scratch.parts else {}
         self.operation.forward(self.plan, views, filled, saved, scratch, self.stream())
         return outputs, row, block
 
@@ -257,7 +257,7 @@ class Ready:
         made, filled = self._filled(self.grads, amaxes)
         saved = {} if block is None else self.saved.carve(block, place)
         size = self.back_scratch.size
-        scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if size else {}
+        scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if self.back_scratch.parts else {}
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, self.stream())
         found = dict(zip([out.name for out in self.grads], made, strict=True))
         passes = self.signature.grad_passes
