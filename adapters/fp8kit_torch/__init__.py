@@ -3,6 +3,7 @@
 from fp8kit import recipe
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit_torch import optimizers
+from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.autocast import autocast, fp8_autocast
 from fp8kit_torch.availability import (
     get_cudnn_version,
@@ -16,6 +17,8 @@ from fp8kit_torch.availability import (
 )
 from fp8kit_torch.convert import convert, revert
 from fp8kit_torch.cross_entropy import parallel_cross_entropy
+from fp8kit_torch.dot_product_attention import DotProductAttention
+from fp8kit_torch.functional import cross_entropy, dropout_add, embedding, parallel_cross_entropy
 from fp8kit_torch.graphs import make_graphed_callables
 from fp8kit_torch.grouped_linear import GroupedLinear
 from fp8kit_torch.linear import Linear
@@ -34,12 +37,15 @@ from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.padding import Fp8Padding, Fp8Unpadding
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rng import CudaRNGStatesTracker
+from fp8kit_torch.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from fp8kit_torch.te_names import as_transformer_engine
+from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 
 __all__ = [
     "CudaRNGStatesTracker",
     "DelayedScaling",
+    "DotProductAttention",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -50,14 +56,21 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "TransformerEngineBaseModule",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "as_transformer_engine",
     "as_view",
     "autocast",
     "checkpoint",
     "convert",
+    "cross_entropy",
+    "dropout_add",
     "dtype_of",
+    "embedding",
     "empty_like_metas",
     "fp8_autocast",
     "get_cudnn_version",

@@ -51,7 +51,7 @@ class _Short(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
-        kept, block = (saved[:-1], saved[-1]) if ready.saved.size else (saved, None)
+        kept, block = (saved[:-1], saved[-1]) if ready.saved.parts else (saved, None)
         made, _ = ready.backward(kept, block, grads, wiring.late, wiring.back)
         if wiring.ticket is not None and ready.back:
             finish_backward(*wiring.ticket)
@@ -97,7 +97,7 @@ def trace(
     name: str, spec: str, names: tuple[str, ...], tensors: list[Tensor], gemms: tuple[str, ...] = (), state: Traced | None = None,
     gemm: int | None = None,
 ) -> dict[str, Tensor]:
-    """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM of the state that this is about."""
+    """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
     text, outputs = _described(name, spec, names, gemms, state is not None)
     needs = ""
     if torch.is_grad_enabled():

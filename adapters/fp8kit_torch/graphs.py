@@ -26,7 +26,8 @@ Forward = Callable[..., Any]
 
 def make_graphed_callables(
     modules: nn.Module | tuple[nn.Module, ...], sample_args: tuple[Any, ...], num_warmup_iters: int = 3,
-    allow_unused_input: bool = False, sample_kwargs: Any = None, fp8_enabled: bool | None = None, fp8_calibrating: bool | None = None, fp8_recipe: Recipe | None = None,
+    allow_unused_input: bool = False, sample_kwargs: Any = None, fp8_enabled: bool | None = None, fp8_calibrating: bool | None = None,
+    fp8_recipe: Recipe | None = None,
     fp8_group: object = None, fp8_weight_caching: bool | None = None, enabled: bool | None = None, calibrating: bool | None = None,
     recipe: Recipe | None = None, amax_reduction_group: object = None, cache_quantized_params: bool | None = None, pool: Any = None,
     **other: Any,

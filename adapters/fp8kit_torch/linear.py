@@ -100,7 +100,8 @@ class Linear(LinearBase):
                  **other: Any) -> None:
         super().__init__()
         refuse("Linear", CONSTRUCTOR["Linear"], {
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size, "get_rng_state_tracker": get_rng_state_tracker,
+            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "rng_tracker_name": rng_tracker_name, "parallel_mode": parallel_mode, **other,
         })  # fmt: skip
         product = self._make(in_features, out_features, bias, return_bias, parameters_split, init_method, params_dtype, device,

@@ -128,7 +128,7 @@ class TransformerEngineBaseModule(ParameterModule):
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any) -> dict[str, Tensor]:
-        """The layer's operation on ``inputs`` (x first, weights included), as the autocast says. ``bias``: of the last product; ``options``:
+        """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``options``:
         further fields of the spec."""
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         if torch.is_autocast_enabled(tensors["x"].device.type):
@@ -185,8 +185,8 @@ class TransformerEngineBaseModule(ParameterModule):
             self._fp8 = known = (recipe, fp8_from_recipe(recipe))
         return known[1]
 
-    def _call(self, fp8: Fp8 | None, cached: bool, bias: str, options: dict[str, Any], tensors: dict[str, Tensor], scaled: bool = False
-              ) -> Call:
+    def _call(self, fp8: Fp8 | None, cached: bool, bias: str, options: dict[str, Any], tensors: dict[str, Tensor],
+              scaled: bool = False) -> Call:
         """The call for this request; found by what may differ from one to the next."""
         key = (id(fp8), cached, bias, *options.items(), *tensors)
         found = self._calls.get(key)
@@ -213,9 +213,9 @@ class TransformerEngineBaseModule(ParameterModule):
         """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the recipe's length."""
         known = self._wired
         length = recipe.amax_history_len  # type: ignore[attr-defined]
-        if known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe):
-            if not record or self.fp8_meta["scaling_fwd"].amax_history.shape[0] == length:
-                return known[2]
+        same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
+        if known is not None and same and (not record or self.fp8_meta["scaling_fwd"].amax_history.shape[0] == length):
+            return known[2]
         self.prepare(length, record)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         place = forward.device

@@ -37,7 +37,8 @@ class LayerNormLinear(LinearBase):
                  device: Any = None, *, name: str | None = None, **other: Any) -> None:
         super().__init__()
         refuse("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], {
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size, "get_rng_state_tracker": get_rng_state_tracker,
+            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "parallel_mode": parallel_mode, "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
         })  # fmt: skip
         positive("LayerNormLinear", in_features=in_features)

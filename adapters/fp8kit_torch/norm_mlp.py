@@ -45,7 +45,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         op = "LayerNormMLP"
         # seq_length, micro_batch_size and set_parallel_mode prepare kernels or groups elsewhere: nothing depends on them here
         refuse(op, CONSTRUCTOR[op], {
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size, "get_rng_state_tracker": get_rng_state_tracker,
+            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
             "activation_params": activation_params, "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
         })  # fmt: skip
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)

@@ -123,8 +123,10 @@ def make(name: str) -> tuple[Any, Any]:
             arrived[0] = some.new_zeros(meta.shape, dtype=dtype_of(meta.dtype))
         arrived = [None if g is None else g.contiguous() for g in arrived]
         there = "".join("0" if g is None else "1" for g in arrived)
-        back = [] if not signature.grads else backward(list(ctx.saved_tensors), [g for g in arrived if g is not None], list(ctx.late), ctx.shapes, ctx.kinds, there,
-                        ctx.call, ctx.needs)
+        back: list[Tensor] = []
+        if signature.grads:
+            present = [g for g in arrived if g is not None]
+            back = backward(list(ctx.saved_tensors), present, list(ctx.late), ctx.shapes, ctx.kinds, there, ctx.call, ctx.needs)
         names = [n for n in wanted if n in signature.grads]
         own: dict[str, Tensor | None] = dict(zip(names, back, strict=False))
         if len(back) > len(names) and ctx.late:

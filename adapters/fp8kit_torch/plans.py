@@ -1,7 +1,7 @@
 """Calls of operations on torch tensors: plans found by a cheap key, memory from torch's allocator, work on torch's stream.
 
 A ``Call`` is what is static: an operation, its spec, the names of its inputs. A ``Ready`` is a call for certain shapes: its plan and where
-everything lies. Both ways into an operation, the eager one and the ops that torch.compile sees, run through them, so they give the same bits.
+everything lies. Both ways into an operation, the eager one and the ops that torch.compile sees, run through them: the same bits.
 
 What forward saves for backward is one block of bytes. The amaxes of a layer's operands, forward or backward, are float32 slots in the
 order of its ``ScalingState``: the state's own row, or one small tensor.
@@ -218,9 +218,9 @@ class Ready:
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
         outputs, filled = self._filled(self.outputs, amaxes)
-        block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.size else None
+        block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.parts else None
         saved = {} if block is None else self.saved.carve(block, place)
-        scratch = self.scratch.carve(torch.empty(self.scratch.size, dtype=torch.uint8, device=device), place) if self.scratch.size else {}
+        scratch = self.scratch.carve(torch.empty(self.scratch.size, dtype=torch.uint8, device=device), place) if self.scratch.parts else {}
         self.operation.forward(self.plan, views, filled, saved, scratch, self.stream())
         return outputs, row, block
 
@@ -257,7 +257,7 @@ class Ready:
         made, filled = self._filled(self.grads, amaxes)
         saved = {} if block is None else self.saved.carve(block, place)
         size = self.back_scratch.size
-        scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if size else {}
+        scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if self.back_scratch.parts else {}
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, self.stream())
         found = dict(zip([out.name for out in self.grads], made, strict=True))
         passes = self.signature.grad_passes

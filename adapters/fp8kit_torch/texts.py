@@ -24,7 +24,7 @@ from fp8kit.ops.quant import Fp8, Quant
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams
 
-_CLASSES = {
+SPECS = {
     kind.__name__: kind
     for kind in (
         AttentionSpec, CrossEntropySpec, AddSpec, DropoutAddSpec, EmbeddingSpec, LinearSpec, NormSpec, NormLinearSpec, NormMLPSpec,
@@ -54,7 +54,7 @@ def _packed(value: Any) -> Any:
         return [_packed(part) for part in value]
     if type(value) in _NAMED:
         return {_NAMED[type(value)][0]: value.name}
-    if type(value) in _CLASSES.values():
+    if type(value) in SPECS.values():
         return {type(value).__name__: {field.name: _packed(getattr(value, field.name)) for field in dataclasses.fields(value)}}
     raise TypeError(f"fp8kit_torch: {type(value).__name__} {value!r} cannot go into a compiled graph")
 
@@ -67,4 +67,4 @@ def _unpacked(value: Any) -> Any:
     ((name, inner),) = value.items()
     if name in _TABLES:
         return _TABLES[name][inner]
-    return _CLASSES[name](**{field: _unpacked(part) for field, part in inner.items()})
+    return SPECS[name](**{field: _unpacked(part) for field, part in inner.items()})
