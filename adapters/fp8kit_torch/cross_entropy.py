@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected
-from fp8kit.ops.cross_entropy import CrossEntropySpec
-from fp8kit_torch.apply import run
+from fp8kit_torch.functional import cross_entropy
 
 
 def parallel_cross_entropy(
@@ -40,6 +39,6 @@ def parallel_cross_entropy(
         raise BackendError(expected(op, "dist_process_group", f"{size} processes", "None or a group of one process"))
     if inp.ndim < 1 or target.numel() != inp.numel() // max(inp.size(-1), 1):
         raise ShapeError(expected(op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"))
-    spec = CrossEntropySpec(inp.size(-1), "mean" if reduce_loss else "none", float(label_smoothing), int(ignore_idx))
-    loss = run("cross_entropy", spec, {"logits": inp, "targets": target.reshape(inp.shape[:-1])})["loss"]
+    targets = target.reshape(inp.shape[:-1])
+    loss = cross_entropy(inp, targets, "mean" if reduce_loss else "none", float(label_smoothing), int(ignore_idx))
     return loss.reshape(()) if reduce_loss else loss.reshape(target.shape)

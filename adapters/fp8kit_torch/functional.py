@@ -1,14 +1,11 @@
-"""Operations that are no layer of their own: ``cross_entropy`` (also ``parallel_cross_entropy``), ``embedding``, ``dropout_add``."""
+"""Operations that are no layer of their own: ``cross_entropy``, ``embedding``, ``dropout_add``."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
 from fp8kit.errors import ShapeError, expected
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import only
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.specs import spec_for
 
@@ -24,17 +21,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", labe
         raise ShapeError(expected("cross_entropy", "logits", "no dimension", "(..., classes)"))
     spec = spec_for("CrossEntropySpec", logits.shape[-1], reduction, float(label_smoothing), ignore_index)
     return run("cross_entropy", spec, {"logits": logits, "targets": targets})["loss"]
-
-
-def parallel_cross_entropy(inp: Tensor, target: Tensor, label_smoothing: float = 0.0, reduce_loss: bool = False,
-                           dist_process_group: Any = None, ignore_idx: int = -100, is_cg_capturable: bool = False) -> Tensor:
-    """``cross_entropy`` under Transformer Engine's name: h (b, s, V) and int (b, s); float32 (b, s), or () with ``reduce_loss``, the mean.
-
-    ``dist_process_group``: None only. ``is_cg_capturable``: accepted; it always is.
-    """
-    only("parallel_cross_entropy", {"dist_process_group": (dist_process_group, None)})
-    loss = cross_entropy(inp, target, "mean" if reduce_loss else "none", label_smoothing, ignore_idx)
-    return loss.reshape(()) if reduce_loss else loss
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

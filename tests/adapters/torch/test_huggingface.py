@@ -31,15 +31,18 @@ from fp8kit.testing.compare import assert_same_bits, relative_error
 from tests.house.source import ROOT
 
 VOCABULARY, LENGTH, STEPS, LAYERS = 64, 16, 4, 2
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GPT2 = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=LAYERS, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+                   attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+_LLAMA = LlamaConfig(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=LENGTH)
+_BERT = BertConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=2, intermediate_size=64,
+                   hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=LENGTH)
 
-# model -> (made anew, its linear layers, its norms)
+# name -> (class, config, its linear layers, its norms)
 MODELS = {
-    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(VOCABULARY, LENGTH, 32, LAYERS, 2, **_NO_DROPOUT)), 4 * LAYERS + 1, 2 * LAYERS + 1),
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(VOCABULARY, 32, 64, LAYERS, 4, 2, max_position_embeddings=LENGTH)), 7 * LAYERS + 1,
-              2 * LAYERS + 1),
-    "bert": (lambda: BertForMaskedLM(BertConfig(VOCABULARY, 32, LAYERS, 2, 64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-                                                max_position_embeddings=LENGTH)), 6 * LAYERS + 2, 2 * LAYERS + 2),
+    "gpt2": (GPT2LMHeadModel, _GPT2, 4 * LAYERS + 1, 2 * LAYERS + 1),
+    "llama": (LlamaForCausalLM, _LLAMA, 7 * LAYERS + 1, 2 * LAYERS + 1),
+    "bert": (BertForMaskedLM, _BERT, 6 * LAYERS + 2, 2 * LAYERS + 2),
 }
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning"),
               pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
@@ -47,7 +50,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.m
 
 def make(name):
     torch.manual_seed(0)
-    return MODELS[name][0]()
+    kind, config, *_ = MODELS[name]
+    return kind(config)
 
 
 @pytest.fixture
@@ -88,8 +92,8 @@ def test_trainer_trains_in_fp8(name, tmp_path, products):
     assert not products
     model = convert(make(name))
     linears = [m for m in model.modules() if isinstance(m, ConvertedLinear)]
-    assert len(linears) == MODELS[name][1]
-    assert len([m for m in model.modules() if isinstance(m, ConvertedNorm)]) == MODELS[name][2]
+    assert len(linears) == MODELS[name][2]
+    assert len([m for m in model.modules() if isinstance(m, ConvertedNorm)]) == MODELS[name][3]
     losses = losses_of(Fp8Trainer(model, TrainingArguments(**options), train_dataset=batches()))
     assert len(products) == 3 * len(linears) * STEPS
     assert len(losses) == STEPS
