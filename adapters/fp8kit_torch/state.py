@@ -22,7 +22,7 @@ from fp8kit_torch.views import as_view
 
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
-_WALKS: dict[int, dict[Recipe, dict[int, ScalingState]]] = {}  # backward pass -> states that recorded in it
+_WALKS: dict[int, dict[int, tuple[Recipe, dict[int, ScalingState]]]] = {}  # backward pass -> recipes and states that recorded in it
 
 
 class ScalingState:
@@ -40,6 +40,7 @@ class ScalingState:
         self.scale, self.scale_inv, self.amax_history = parts
         number = next(_HANDLES)
         self.handle = torch.tensor(number)
+        self._seen: Any = (None, None, None, {})
         _LIVE[number] = self
 
     @classmethod
@@ -62,13 +63,17 @@ class ScalingState:
 
     @property
     def views(self) -> dict[str, ArrayView]:
-        """The tensors as views by their names."""
-        return dict(zip(FIELDS, map(as_view, self.parts), strict=True))
+        """The tensors as views by their names, made once for the same tensors."""
+        scale, scale_inv, history, views = self._seen
+        if scale is not self.scale or scale_inv is not self.scale_inv or history is not self.amax_history:
+            views = dict(zip(FIELDS, map(as_view, self.parts), strict=True))
+            self._seen = (*self.parts, views)
+        return views  # type: ignore[no-any-return]
 
     @property
     def device(self) -> Device:
         """Where the state lies."""
-        return as_view(self.scale).device
+        return self.views["scale"].device
 
     @property
     def history_len(self) -> int:
@@ -123,12 +128,15 @@ def finish_backward(recipe: Recipe, state: ScalingState) -> None:
     if groups is None:
         groups = _WALKS[walk] = {}
         torch.autograd.Variable._execution_engine.queue_callback(_ended(walk))
-    groups.setdefault(recipe, {})[id(state)] = state
+    found = groups.get(id(recipe))
+    if found is None:
+        found = groups[id(recipe)] = (recipe, {})
+    found[1][id(state)] = state
 
 
 def _ended(walk: int) -> Callable[[], None]:
     def end() -> None:
-        for recipe, states in _WALKS.pop(walk).items():
+        for recipe, states in _WALKS.pop(walk).values():
             update(recipe, list(states.values()), forward=False)
 
     return end
