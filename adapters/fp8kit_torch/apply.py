@@ -33,17 +33,38 @@ class Wiring(NamedTuple):
 NO_STATE = Wiring({})
 
 
+class Fused(NamedTuple):
+    """Parameters, by the name of their input, whose gradient goes into ``main_grad``: added, or, with ``overwrite``, put there."""
+
+    parameters: Mapping[str, Tensor]
+    overwrite: bool
+
+    def take(self, name: str, grad: Tensor) -> Tensor | None:
+        """Move a gradient to ``main_grad``. What autograd gets instead: nothing, or, where the parameter has the flag
+        ``grad_added_to_main_grad``, which is set, a gradient that says nothing, so that hooks on the parameter run."""
+        parameter: Any = self.parameters[name]
+        main = parameter.main_grad
+        if self.overwrite:
+            main.copy_(grad)
+        else:
+            main.add_(grad)
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        return grad.new_zeros(()).expand(grad.shape)
+
+
 class _Short(torch.autograd.Function):
     """An operation with its own backward, past the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, ready: Ready, wiring: Wiring, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, ready: Ready, wiring: Wiring, fused: Fused | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, _, block = ready.forward(tensors, wiring.scales, wiring.front)
         kept = [outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept]
         if block is not None:
             kept.append(block)
         ctx.save_for_backward(*kept)
-        ctx.ready, ctx.wiring = ready, wiring
+        ctx.ready, ctx.wiring, ctx.fused = ready, wiring, fused
         ctx.set_materialize_grads(False)
         return (*outputs, *(tensors[i] for i in ready.through))
 
@@ -55,13 +76,17 @@ class _Short(torch.autograd.Function):
         made, _ = ready.backward(kept, block, grads, wiring.late, wiring.back)
         if wiring.ticket is not None and ready.back:
             finish_backward(*wiring.ticket)
-        found: list[Tensor | None] = [None] * (2 + len(ready.inputs))
+        found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
         for i, grad in zip(ready.wanted, made, strict=True):
-            found[2 + i] = grad
+            found[3 + i] = grad
+        if ctx.fused is not None:
+            for i, name in zip(ready.wanted, ready.needs, strict=True):
+                if name in ctx.fused.parameters:
+                    found[3 + i] = ctx.fused.take(name, found[3 + i])
         return tuple(found)
 
 
-def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE) -> dict[str, Tensor]:
+def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fused: Fused | None = None) -> dict[str, Tensor]:
     """The outputs of an eager call by name. Raises what ``infer`` raises, and BackendError for tensors on different devices."""
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
@@ -69,7 +94,7 @@ def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE) -> d
     tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
     ready = what.ready(tensors, needs)
     if needs:
-        outputs = _Short.apply(ready, wiring, *tensors)
+        outputs = _Short.apply(ready, wiring, fused, *tensors)
     else:
         made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
         outputs = [*made, *(tensors[i] for i in ready.through)]

@@ -12,6 +12,7 @@ import torch
 
 from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
+from fp8kit.errors import RecipeError, expected
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 from fp8kit_torch.ops import update_
 from fp8kit_torch.state import ScalingState
@@ -23,7 +24,10 @@ _DEFAULT = DelayedScaling()
 class autocast(_autocast):
     """Context manager and decorator: modules within compute in FP8. ``fp8kit.autocast`` says the rest.
 
-    * ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group``, ``check_finite``: as there; ``_graph``: accepted, has no effect.
+    * ``enabled``, ``calibrating``, ``recipe``, ``check_finite``: as there; ``_graph``: accepted, has no effect.
+    * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum before each update, where the
+      recipe has ``reduce_amax``: a process group of ``torch.distributed``, None for all processes. They run the same layers, in the same
+      order. Within a compiled function that opens the autocast itself: None only.
 
     Inside or around a compiled function; modules see the innermost one of their thread. Raises RecipeError for wrong arguments.
     """
@@ -34,7 +38,12 @@ class autocast(_autocast):
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, check_finite
             self.recipe = _DEFAULT if recipe is None else recipe
         else:
-            super().__init__(enabled, calibrating, recipe, amax_reduction_group, check_finite)
+            known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+            if amax_reduction_group is not None and not isinstance(amax_reduction_group, known):
+                group = repr(amax_reduction_group)
+                raise RecipeError(expected("autocast", "amax_reduction_group", group, "None or a process group of torch.distributed"))
+            super().__init__(enabled, calibrating, recipe, None, check_finite)
+        self.amax_reduction_group = amax_reduction_group
         self.traced: list[tuple[str, ScalingState]] | None = None
 
     def __enter__(self) -> autocast:
@@ -67,6 +76,12 @@ class autocast(_autocast):
         self.traced = None
 
 
+def reduction_group() -> Any:
+    """The process group of the innermost autocast, None for all processes."""
+    stack = _thread.stack
+    return getattr(stack[-1][0], "amax_reduction_group", None) if stack else None
+
+
 def touch_traced(state: ScalingState, recipe: str) -> bool:
     """Within a compiled function: note that ``state`` recorded amaxes, for the graph to update it. False where the autocast that will end
     is around the function, and updates it."""
@@ -90,7 +105,7 @@ def recipe_parts(recipe: Any) -> tuple[Any, ...]:
     """A recipe as plain values, in a way that ``torch.compile`` can trace."""
     form = recipe.fp8_format.name
     if isinstance(recipe, DelayedScaling):
-        return ("delayed", form, recipe.margin, recipe.amax_compute_algo)
+        return ("delayed", form, recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax)
     operands = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
     products = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
     quant = tuple([(q.power_2_scale, q.amax_epsilon) for q in operands])
@@ -115,7 +130,7 @@ def recipe_of(parts: tuple[Any, ...]) -> Recipe:
     """The recipe that ``recipe_parts`` took apart."""
     form = Format[parts[1]]
     if parts[0] == "delayed":
-        return DelayedScaling(parts[2], form, amax_compute_algo=parts[3])
+        return DelayedScaling(parts[2], form, amax_compute_algo=parts[3], reduce_amax=parts[4])
     operands = [QParams(power_2, epsilon) for power_2, epsilon in parts[2]]
     products = [MMParams(split) for split in parts[3]]
     if parts[0] == "current":

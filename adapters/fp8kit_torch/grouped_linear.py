@@ -18,7 +18,7 @@ from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import arguments, recompute
 from fp8kit_torch.apply import NO_STATE, Wiring, apply
 from fp8kit_torch.calibration import amax_of
-from fp8kit_torch.module import Init, TransformerEngineBaseModule, normal_init, want_input
+from fp8kit_torch.module import Init, TransformerEngineBaseModule, autocast_dtype, normal_init, want_input
 from fp8kit_torch.plans import Call, call
 from fp8kit_torch.specs import layer_spec
 from fp8kit_torch.texts import encode
@@ -93,8 +93,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         if x.shape[0] == 0:
             return torch.nn.functional.linear(x, weight, bias)  # nothing, with gradients of zero
         tensors = {"x": x, "weight0": weight} | ({} if bias is None else {"bias0": bias})
-        if torch.is_autocast_enabled(x.device.type):
-            tensors = {name: t.to(torch.get_autocast_dtype(x.device.type)) for name, t in tensors.items()}
+        dtype = autocast_dtype(x)
+        if dtype is not None:
+            tensors = {name: t.to(dtype) for name, t in tensors.items()}
         mode, state = "none" if bias is None else "add", current()
         if state is None or not (state.enabled or state.calibrating):
             return apply(self._call_of(None, False, mode, tensors, False), list(tensors.values()))["y"]

@@ -25,8 +25,8 @@ from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state, recompute
-from fp8kit_torch.apply import NO_STATE, Traced, Wiring, apply, trace
-from fp8kit_torch.autocast import recipe_parts, recipe_text, touch_traced
+from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
+from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.ops import FORWARD, NEITHER
 from fp8kit_torch.plans import Call, amax_views, call, scale_views
 from fp8kit_torch.specs import fp8_text, layer_spec, layer_text, products
@@ -95,6 +95,7 @@ class TransformerEngineBaseModule(ParameterModule):
     """
 
     operation: str
+    fuse_wgrad_accumulation = False
     gemms: tuple[str, ...] = ("",)
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
 
@@ -131,19 +132,32 @@ class TransformerEngineBaseModule(ParameterModule):
         """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``options``:
         further fields of the spec."""
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-        if torch.is_autocast_enabled(tensors["x"].device.type):
-            dtype = torch.get_autocast_dtype(tensors["x"].device.type)
+        dtype = autocast_dtype(tensors["x"])
+        if dtype is not None:
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         state = current()
         off = state is None or not (state.enabled or state.calibrating)
         if torch.compiler.is_compiling():
+            if self.fuse_wgrad_accumulation:
+                raise NotImplementedError("fp8kit_torch: fuse_wgrad_accumulation is not supported within torch.compile")
             return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
+        fused = self._fused(is_first_microbatch) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
         if off:
-            return apply(self._call(None, False, bias, options, tensors), list(tensors.values()))
-        return self._run_fp8(tensors, state, is_first_microbatch, bias, options)  # type: ignore[arg-type]
+            return apply(self._call(None, False, bias, options, tensors), list(tensors.values()), fused=fused)
+        return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused)  # type: ignore[arg-type]
 
-    def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any]
-                 ) -> dict[str, Tensor]:
+    def _fused(self, first: bool | None) -> Fused:
+        """The weights whose gradient goes into ``main_grad``. Fp8kitError where one has none."""
+        weights = self.weight_inputs()
+        for name, weight in weights.items():
+            main = getattr(weight, "main_grad", None)
+            if not isinstance(main, torch.Tensor) or main.shape != weight.shape or main.device != weight.device:
+                wanted = f"a tensor of shape {tuple(weight.shape)} on {weight.device}, with fuse_wgrad_accumulation"
+                raise Fp8kitError(expected(type(self).__name__, f"{name}.main_grad", "no such tensor", wanted))
+        return Fused(weights, first is True)
+
+    def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
+                 fused: Fused | None) -> dict[str, Tensor]:
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
@@ -157,7 +171,7 @@ class TransformerEngineBaseModule(ParameterModule):
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
         if not state.enabled:
             given = options | self.calibration_options
-            outputs = apply(self._call(None, False, bias, given, tensors), list(tensors.values()))
+            outputs = apply(self._call(None, False, bias, given, tensors), list(tensors.values()), fused=fused)
             if delayed and record and kept is None:
                 row = self.fp8_meta["scaling_fwd"].amax_history[0]
                 with torch.no_grad():
@@ -165,7 +179,7 @@ class TransformerEngineBaseModule(ParameterModule):
             return outputs
         tensors = tensors | (cached or {})
         call = self._call(self._fp8_of(recipe), cached is not None, bias, options, tensors, delayed)
-        return apply(call, list(tensors.values()), wiring)
+        return apply(call, list(tensors.values()), wiring, fused)
 
     def wiring(self, recipe: Recipe, training: bool, record: bool, kept: recompute.Kept | None) -> Wiring:
         """How this call hangs on the state of delayed scaling, which is touched where amaxes are recorded: not in a pass that is done
@@ -176,6 +190,7 @@ class TransformerEngineBaseModule(ParameterModule):
             ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
             return found._replace(scales=scale_views(products(self.gemms)[0], kept.scale, forward.device), front=None, ticket=ticket)
         if record:
+            forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
             touch_forward(forward, recipe, training)
         return found
 
@@ -345,6 +360,12 @@ def prepare_all(history_len: int) -> int:
         if not next(iter(module.weight_inputs().values())).is_meta:
             module.prepare(history_len)
     return history_len
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
 
 
 def want_input(operation: str, argument: str, value: Any, features: int) -> Tensor:

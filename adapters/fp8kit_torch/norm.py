@@ -12,7 +12,7 @@ from fp8kit.errors import Fp8kitError, expected
 from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
-from fp8kit_torch.module import ParameterModule, want_input
+from fp8kit_torch.module import ParameterModule, autocast_dtype, want_input
 from fp8kit_torch.texts import encode
 
 
@@ -51,7 +51,7 @@ class _Norm(ParameterModule):
         """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
         x = want_input(type(self).__name__, "inp", inp, self._spec.features)
         weight, bias = self.weight, self.bias
-        if weight.dtype != x.dtype and torch.is_autocast_enabled(x.device.type):
+        if weight.dtype != x.dtype and autocast_dtype(x) is not None:
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         spec = self._spec_text if torch.compiler.is_compiling() else self._spec
         return run("norm", spec, {"x": x, "norm_weight": weight, "norm_bias": bias})["y"]

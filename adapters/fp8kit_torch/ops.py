@@ -184,6 +184,8 @@ class _Parts(NamedTuple):
 
     views: dict[str, ArrayView]
     device: Device
+    amax_history: Tensor
+    group: None = None
 
 
 @torch.library.custom_op("fp8kit::update_", mutates_args=("scales", "inverses", "histories"))
@@ -192,7 +194,7 @@ def update_(scales: Sequence[Tensor], inverses: Sequence[Tensor], histories: Seq
     own = []
     for parts in zip(scales, inverses, histories, strict=True):
         views = dict(zip(states.FIELDS, map(as_view, parts), strict=True))
-        own.append(_Parts(views, views["scale"].device))
+        own.append(_Parts(views, views["scale"].device, parts[2]))
     states.update(decode(recipe), own, forward)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8kit import scaling
@@ -24,14 +25,15 @@ from fp8kit_torch.views import as_view
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
-_WALKS: dict[int, dict[Recipe, dict[int, ScalingState]]] = {}  # backward pass -> states that recorded in it
+_WALKS: dict[int, dict[int, tuple[Recipe, dict[int, ScalingState]]]] = {}  # backward pass -> recipes and states that recorded in it
 
 
 class ScalingState:
     """Scales and amax history of ``slots`` quantised tensors of one module in one direction (``fp8kit.scaling``).
 
     ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots), zeros at first, row 0 the
-    amaxes since the last update, row 1 the oldest. ``handle``: int64 () on the CPU, by which a compiled graph names the state.
+    amaxes since the last update, row 1 the oldest. ``handle``: int64 () on the CPU, by which a compiled graph names the state. ``group``:
+    the process group over which its amaxes are reduced, None for all processes.
     """
 
     def __init__(self, slots: int, history_len: int, device: torch.device | str) -> None:
@@ -42,6 +44,8 @@ class ScalingState:
         self.scale, self.scale_inv, self.amax_history = parts
         number = next(_HANDLES)
         self.handle = torch.tensor(number)
+        self.group: Any = None
+        self._seen: Any = (None, None, None, {})
         _LIVE[number] = self
 
     @classmethod
@@ -64,13 +68,17 @@ class ScalingState:
 
     @property
     def views(self) -> dict[str, ArrayView]:
-        """The tensors as views by their names."""
-        return dict(zip(FIELDS, map(as_view, self.parts), strict=True))
+        """The tensors as views by their names, made once for the same tensors."""
+        scale, scale_inv, history, views = self._seen
+        if scale is not self.scale or scale_inv is not self.scale_inv or history is not self.amax_history:
+            views = dict(zip(FIELDS, map(as_view, self.parts), strict=True))
+            self._seen = (*self.parts, views)
+        return views  # type: ignore[no-any-return]
 
     @property
     def device(self) -> Device:
         """Where the state lies."""
-        return as_view(self.scale).device
+        return self.views["scale"].device
 
     @property
     def history_len(self) -> int:
@@ -102,8 +110,11 @@ class ScalingState:
 
 
 def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
-    """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream."""
+    """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where there are several processes
+    and the recipe says so, their amaxes are reduced before."""
     fp8_max = (recipe.forward_format if forward else recipe.backward_format).max
+    if recipe.delayed() and recipe.reduce_amax and dist.is_available() and dist.is_initialized():  # type: ignore[attr-defined]
+        _reduce(states)
     for device in dict.fromkeys(state.device for state in states):
         own = [state for state in states if state.device == device]
         if device.kind == "cpu":
@@ -111,6 +122,19 @@ def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
         else:
             with torch.cuda.device(device.index):
                 scaling.update(recipe, own, fp8_max, torch.cuda.current_stream().cuda_stream)
+
+
+def _reduce(states: Sequence[Any]) -> None:
+    """Row 0 of the histories becomes its maximum over the processes: one collective for each group and device."""
+    parts: dict[tuple[Any, torch.device], list[Tensor]] = {}
+    for state in states:
+        row = state.amax_history[0]
+        parts.setdefault((state.group, row.device), []).append(row)
+    for (group, _), rows in parts.items():
+        if dist.get_world_size(group) > 1:
+            whole = torch.cat(rows)
+            dist.all_reduce(whole, dist.ReduceOp.MAX, group)
+            torch._foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
 
 
 def named(handle: int) -> ScalingState | None:
@@ -142,12 +166,15 @@ def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None
     if _HELD:
         return
     groups = _WALKS[open_walk() if walk is None else walk]
-    groups.setdefault(recipe, {})[id(state)] = state
+    found = groups.get(id(recipe))
+    if found is None:
+        found = groups[id(recipe)] = (recipe, {})
+    found[1][id(state)] = state
 
 
 def _ended(walk: int) -> Callable[[], None]:
     def end() -> None:
-        for recipe, states in _WALKS.pop(walk).items():
+        for recipe, states in _WALKS.pop(walk).values():
             update(recipe, list(states.values()), forward=False)
 
     return end
