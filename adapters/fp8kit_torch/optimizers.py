@@ -29,6 +29,7 @@ class _Fused(torch.optim.Optimizer):
     """What both optimisers share: local and contiguous tensors, gradients by name, ``zero_grad``."""
 
     grad_name = "grad"
+    _own = ("grad_name", "set_grad_none")  # attributes that a copy or a pickle has beside torch's own
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool | None) -> None:
         self.set_grad_none = set_grad_none
@@ -45,6 +46,9 @@ class _Fused(torch.optim.Optimizer):
                 raise FormatError(expected(name, "params", param.dtype, "float32, bfloat16 or float16"))
             if not stored.local(param.detach()).is_contiguous():
                 raise ShapeError(expected(name, "params", f"strides {param.stride()}", "contiguous parameters"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._own}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
         """Drop all gradients, or write zeros over them with ``set_to_none=False``. Fp8kitError where ``set_grad_none`` said otherwise."""
@@ -99,6 +103,9 @@ class FusedAdam(_Fused):
 
     Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
     """
+
+    _own = (*_Fused._own, "dtypes", "adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "store_param_remainders", "_scales",
+            "_step_supports_amp_scaling")
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -318,6 +325,8 @@ class FusedSGD(_Fused):
 
     b (``momentum_buffer``) is float32. Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
     """
+
+    _own = (*_Fused._own, "wd_after_momentum")
 
     def __init__(
         self, params: Iterable[Any], lr: float | None = None, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,

@@ -281,6 +281,21 @@ def test_closures_schedules_and_deprecated_arguments():
         opt.zero_grad(set_to_none=False)
 
 
+def test_copies_continue_like_the_original():
+    for make_one in (lambda ps: FusedAdam(ps, lr=1e-2, exp_avg_dtype=torch.float16), lambda ps: FusedSGD(ps, lr=1e-2, momentum=0.9)):
+        params, _ = make()
+        opt = make_one(params)
+        give(params, 0)
+        opt.step()
+        others, again = copy.deepcopy((params, opt))
+        for some, one in ((params, opt), (others, again)):
+            give(some, 1)
+            one.step()
+        for p, q in zip(params, others, strict=True):
+            assert p is not q
+            assert_same_bits("copy", p.detach().numpy(), q.detach().numpy())
+
+
 def test_refusals():
     p = torch.nn.Parameter(torch.ones(4, 3))
     for options, word in (({"amsgrad": True}, "amsgrad"), ({"betas": (1.0, 0.9)}, "betas"), ({"lr": -1}, "lr"), ({"eps": -1}, "eps")):
