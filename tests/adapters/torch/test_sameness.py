@@ -60,7 +60,7 @@ def test_rotary_and_bias(device):
         yn, dxn, _ = native_step(native, RECIPES["delayed"], x, g, **foreign)
         same(y, yn.view, "y")
         same(dx, dxn, "dx")
-    assert same_state(ours, native) == 24
+    assert same_state(ours, native) == 18
 
 
 def test_cross_attention(device):
