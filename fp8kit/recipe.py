@@ -14,7 +14,6 @@ contradiction is a RecipeError, and every field that is accepted has its effect.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Callable
@@ -76,7 +75,7 @@ class _Strict:
     """Base of the values below: arguments that are no field are a RecipeError that names the nearest field."""
 
     def __new__(cls: type[_Self], *args: object, **kwargs: object) -> _Self:
-        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)

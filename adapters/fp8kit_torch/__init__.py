@@ -1,5 +1,95 @@
-"""The PyTorch door of fp8kit. So far: tensors as fp8kit's views and back, by pointer; the modules are not here yet."""
+"""The PyTorch door of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and ``torch.compile``."""
 
+from fp8kit import recipe
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from fp8kit_torch import optimizers
+from fp8kit_torch.attention import MultiheadAttention
+from fp8kit_torch.autocast import autocast, fp8_autocast
+from fp8kit_torch.availability import (
+    get_cudnn_version,
+    get_default_recipe,
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from fp8kit_torch.convert import convert, revert
+from fp8kit_torch.cross_entropy import parallel_cross_entropy
+from fp8kit_torch.dot_product_attention import DotProductAttention
+from fp8kit_torch.functional import cross_entropy, dropout_add, embedding
+from fp8kit_torch.graphs import make_graphed_callables
+from fp8kit_torch.grouped_linear import GroupedLinear
+from fp8kit_torch.linear import Linear
+from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.moe import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+from fp8kit_torch.norm import LayerNorm, RMSNorm
+from fp8kit_torch.norm_linear import LayerNormLinear
+from fp8kit_torch.norm_mlp import LayerNormMLP
+from fp8kit_torch.padding import Fp8Padding, Fp8Unpadding
+from fp8kit_torch.recompute import checkpoint
+from fp8kit_torch.rng import CudaRNGStatesTracker
+from fp8kit_torch.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from fp8kit_torch.te_names import as_transformer_engine
+from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 
-__all__ = ["as_view", "dtype_of", "empty_like_metas"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "DelayedScaling",
+    "DotProductAttention",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerEngineBaseModule",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
+    "as_transformer_engine",
+    "as_view",
+    "autocast",
+    "checkpoint",
+    "convert",
+    "cross_entropy",
+    "dropout_add",
+    "dtype_of",
+    "embedding",
+    "empty_like_metas",
+    "fp8_autocast",
+    "get_cudnn_version",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "make_graphed_callables",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+    "optimizers",
+    "parallel_cross_entropy",
+    "recipe",
+    "revert",
+]

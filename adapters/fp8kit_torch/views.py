@@ -40,6 +40,14 @@ def dtype_of(kind: DType) -> torch.dtype:
         raise FormatError(expected("fp8kit_torch", "dtype", kind.name, f"one of {', '.join(k.name for k in _TORCH)}")) from None
 
 
+def kind_of(dtype: torch.dtype) -> DType:
+    """The fp8kit dtype of a torch dtype; FormatError where there is none."""
+    kind = _DTYPES.get(dtype)
+    if kind is None:
+        raise FormatError(expected("fp8kit_torch", "dtype", f"{dtype}", f"one of {', '.join(map(str, _DTYPES))}"))
+    return kind
+
+
 def as_view(tensor: torch.Tensor) -> ArrayView:
     """A tensor on the CPU or a CUDA device as a view of its own memory, strides kept. Costs about a microsecond.
 

@@ -15,15 +15,23 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import current, touch_forward
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad
 from fp8kit.backends import dispatch
-from fp8kit.errors import CheckpointError, Fp8kitError, expected
-from fp8kit.formats import float32
+from fp8kit.errors import Fp8kitError, expected
 from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
-from fp8kit.nn.scaling import BACKWARD_SLOTS, FIELDS, FORWARD_SLOTS, ScalingState, update
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
+from fp8kit.scaling import (
+    BACKWARD_SLOTS,
+    FIELDS,
+    FORWARD_SLOTS,
+    ScalingState,
+    backward_slots,
+    check_saved,
+    forward_slots,
+    update,
+)
 from fp8kit.spec import Operation
 
 Inputs = dict[str, Tensor | ArrayView | None]
@@ -195,14 +203,11 @@ class Fp8Module(Module):
             elif record and state.history_len != length:
                 state.resize(length)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        scales: dict[str, ArrayView] = {}
-        given: dict[str, ArrayView] = {}
-        late: dict[str, ArrayView] = {}
-        for i, prefix in enumerate(self.gemms):
-            x, g = FORWARD_SLOTS * i, BACKWARD_SLOTS * i
-            scales |= {f"{prefix}x_scale": forward.scales[x], f"{prefix}w_scale": forward.scales[x + 1]}
-            given |= {f"{prefix}x_amax": forward.amaxes[x], f"{prefix}w_amax": forward.amaxes[x + 1], f"{prefix}g_amax": backward.amaxes[g]}
-            late[f"{prefix}g_scale"] = backward.scales[g]
+        operands, gradients = forward_slots(self.gemms), backward_slots(self.gemms)
+        scales = {f"{name}_scale": forward.scales[slot] for name, slot in operands.items()}
+        given = {f"{name}_amax": forward.amaxes[slot] for name, slot in operands.items()}
+        given |= {f"{name}_amax": backward.amaxes[slot] for name, slot in gradients.items()}
+        late = {f"{name}_scale": backward.scales[slot] for name, slot in gradients.items()}
         again = {name: view for name, view in given.items() if name.endswith("g_amax")}
         self._wiring = _Wiring(recipe, scales, given, again, late, (commit_backward, _Ticket(recipe, backward)))
         return self._wiring
@@ -238,22 +243,7 @@ class Fp8Module(Module):
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
         """Check a saved FP8 state, float32 arrays by name as in ``ScalingState``; the function that is returned takes it over (an empty
         one: the layer has none). CheckpointError where names, shapes or dtypes do not fit."""
-        made: dict[str, ScalingState] = {}
-        if state:
-            sizes = {"scaling_fwd": FORWARD_SLOTS * len(self.gemms), "scaling_bwd": BACKWARD_SLOTS * len(self.gemms)}
-            names = {f"{name}.{field}" for name in sizes for field in FIELDS}
-            wrong = [f"missing: {n}" for n in sorted(names - set(state))] + [f"unexpected: {n}" for n in sorted(set(state) - names)]
-            if wrong:
-                raise CheckpointError("; ".join(wrong))
-            for name, slots in sizes.items():
-                parts = [state[f"{name}.{field}"] for field in FIELDS]
-                for field, part in zip(FIELDS, parts, strict=True):
-                    history = field == "amax_history"
-                    fits = part.ndim == 2 and part.shape[0] > 0 and part.shape[1] == slots if history else part.shape == (slots,)
-                    if not fits or part.dtype is not float32:
-                        wanted = f"(steps, {slots})" if history else f"({slots},)"
-                        raise CheckpointError(f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}")
-                made[name] = ScalingState.of(parts, self.device)
+        made = {name: ScalingState.of(parts, self.device) for name, parts in check_saved(state, len(self.gemms)).items()}
 
         def take() -> None:
             self.fp8_meta = made

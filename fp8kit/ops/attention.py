@@ -251,9 +251,10 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
         if shape[:dims] != seen:
             raise ShapeError(expected("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v"))
     if not spec.packed:
-        batches = {batch_of(spec.qkv_format, shape): name for name, shape in rows.values()}
-        if len(batches) > 1:
-            raise ShapeError(expected("attention", "batch", f"{batches}", "one batch size"))
+        batches = [batch_of(spec.qkv_format, shape) for _, shape in rows.values()]
+        if any(batch != batches[0] for batch in batches):
+            named = {name: batch for (name, _), batch in zip(rows.values(), batches, strict=True)}
+            raise ShapeError(expected("attention", "batch", f"{named}", "one batch size"))
         return kind
     lengths = meta_of(metas, "cu_seqlens_q").shape
     if len(lengths) != 1 or lengths[0] < 2:
@@ -278,7 +279,7 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
     """What comes beside q, k and v: there where it is needed, and as it should be. The names that are there, but for an unused rng."""
     batch, heads, rows = lse_shape(dense)
     columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
-    over_scores: list[Shape] = [(b, h, r, columns) for b in {1, batch} for h in {1, heads} for r in {1, rows}]
+    over_scores: list[Shape] = [(b, h, r, columns) for b in (1, batch) for h in (1, heads) for r in (1, rows)]
     lengths: list[Shape] = [(batch + 1,)]
     said = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
     why_padded = f"with mask {spec.mask!r}, qkv_format {spec.qkv_format!r}"

@@ -26,6 +26,7 @@ ROOMS = {
     "reference": ("fp8kit.backends.reference",),
     "cuda": ("fp8kit.backends.cuda",),
     "float8": ("fp8kit.float8",),
+    "scaling": ("fp8kit.scaling",),
     "ops": ("fp8kit.spec", "fp8kit.ops"),
     "autograd": ("fp8kit.autograd",),
     "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization"),
@@ -38,7 +39,7 @@ ROOMS = {
 _BASE = {"errors", "settings", "formats"}
 _ENGINE = _BASE | {"arrays", "recipe", "protocol", "registry"}
 _OPS = _ENGINE | {"dispatch", "float8", "ops"}
-_LAYERS = _OPS | {"autograd", "autocast", "layers"}
+_LAYERS = _OPS | {"autograd", "autocast", "scaling", "layers"}
 
 # room -> rooms it may import, itself always
 ALLOWED = {
@@ -56,13 +57,14 @@ ALLOWED = {
     "reference": _ENGINE | {"codec"},
     "cuda": _ENGINE | {"raw_kernels"},
     "float8": _BASE | {"arrays", "recipe", "dispatch"},
+    "scaling": _BASE | {"arrays", "recipe", "dispatch"},
     "ops": _OPS,
     "autograd": _OPS,
     "layers": _LAYERS,
     "models": _LAYERS | {"models"},
     "testing": _LAYERS | {"codec", "models", "raw_kernels"},
-    "torch": _OPS | {"autocast", "testing"},
-    "jax": _OPS | {"autocast", "testing"},
+    "torch": _OPS | {"autocast", "scaling", "testing"},
+    "jax": _OPS | {"autocast", "scaling", "testing"},
 }
 FREE = {"public", "commands"}  # may import anything of ours
 

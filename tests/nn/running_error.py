@@ -245,8 +245,8 @@ def assert_within(what, got, r):
 
     Where the worst case of a deep chain is large and says little, the 2-norm of the error must also stay below 2**-4 of the values' own:
     below what rounding to E5M2 costs (step 2**-2 relative, step / sqrt(12) in the mean), so that a missing or doubled cast would show.
-    Where results are stored in 16 bits, their rounding moves what is cast to FP8 further on, and each code may be rounded anew: the limit is
-    the distance of two independent roundings to E5M2, sqrt(2) times the cost of one.
+    Where results are stored in 16 bits, their rounding moves what is cast to FP8 further on, and each code may be rounded anew: there the
+    limit is the distance of two independent roundings to E5M2, sqrt(2) times the cost of one.
     """
     g = np.asarray(got).astype(np.float64)
     assert g.shape == r.v.shape, f"{what}: shape {g.shape}, expected {r.v.shape}"

@@ -9,8 +9,8 @@ from fp8kit import nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Function, no_grad, tensor
 from fp8kit.errors import RecipeError
-from fp8kit.nn.scaling import ScalingState, update
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.scaling import ScalingState, update
 from tests.nn.products import f64, host
 from tests.nn.test_layers import draw, make, step
 

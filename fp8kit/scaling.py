@@ -1,4 +1,4 @@
-"""Delayed scaling's state: scales and amax histories of a module, and their update.
+"""Delayed scaling's state: scales and amax histories of a module, their names, their check, and their update. Every door's.
 
 A ``ScalingState`` holds the n quantised tensors of one module in one direction, in contiguous arrays. Forward slots per GEMM are
 input, weight, output; backward slots are grad_output, grad_input (Transformer Engine's order; output and grad_input are reserved).
@@ -7,7 +7,7 @@ Operations read ``scale`` and accumulate amaxes into row 0 of the history; the u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import RecipeError, expected
+from fp8kit.errors import CheckpointError, RecipeError, expected
 from fp8kit.formats import float32
 from fp8kit.recipe import DelayedScaling, Recipe
 
@@ -23,6 +23,37 @@ HostArray = np.ndarray[Any, Any]
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 FIELDS = ("scale", "scale_inv", "amax_history")
+
+
+def forward_slots(gemms: Sequence[str]) -> dict[str, int]:
+    """Operand -> slot of the forward state, for GEMMs by the prefixes of their names: x and w. An operation reads ``{operand}_scale``
+    and records ``{operand}_amax``."""
+    return {f"{prefix}{operand}": FORWARD_SLOTS * i + at for i, prefix in enumerate(gemms) for at, operand in enumerate("xw")}
+
+
+def backward_slots(gemms: Sequence[str]) -> dict[str, int]:
+    """Operand -> slot of the backward state: g."""
+    return {f"{prefix}g": BACKWARD_SLOTS * i for i, prefix in enumerate(gemms)}
+
+
+def check_saved(state: Mapping[str, ArrayView], gemms: int) -> dict[str, list[ArrayView]]:
+    """The arrays of a saved state of ``gemms`` GEMMs, "scaling_fwd.scale" and so on, as "scaling_fwd", "scaling_bwd" -> FIELDS; an empty
+    one stays empty. CheckpointError where one is missing, unknown or does not fit."""
+    if not state:
+        return {}
+    sizes = {"scaling_fwd": FORWARD_SLOTS * gemms, "scaling_bwd": BACKWARD_SLOTS * gemms}
+    names = {f"{name}.{field}" for name in sizes for field in FIELDS}
+    wrong = [f"missing: {n}" for n in sorted(names - set(state))] + [f"unexpected: {n}" for n in sorted(set(state) - names)]
+    if wrong:
+        raise CheckpointError("; ".join(wrong))
+    for name, slots in sizes.items():
+        for field in FIELDS:
+            part, history = state[f"{name}.{field}"], field == "amax_history"
+            fits = part.ndim == 2 and part.shape[0] > 0 and part.shape[1] == slots if history else part.shape == (slots,)
+            if not fits or part.dtype is not float32:
+                wanted = f"(steps, {slots})" if history else f"({slots},)"
+                raise CheckpointError(f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}")
+    return {name: [state[f"{name}.{field}"] for field in FIELDS] for name in sizes}
 
 
 class ScalingState:
@@ -107,8 +138,11 @@ def _put(array: HostArray, device: Device) -> ArrayView:
     return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)
 
 
-def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float) -> None:
-    """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call; a recipe's callables run on the host."""
+def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, stream: int | None = None) -> None:
+    """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call a device; a recipe's callables run on the host.
+
+    ``stream``: None is each device's current one.
+    """
     if not isinstance(recipe, DelayedScaling) or not states:
         return
     if recipe.host_update:  # all answers first: a callable that raises leaves every state as it was
@@ -121,7 +155,7 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float) -> No
         scales, inverses, histories = ([state.views[field] for state in own] for field in FIELDS)
         dispatch.kernels(device).update_delayed_(
             scales, inverses, histories, [fp8_max] * len(own), recipe.margin, recipe.amax_compute_algo == "most_recent",
-            arrays.current_stream(device),
+            arrays.current_stream(device) if stream is None else stream,
         )
 
 

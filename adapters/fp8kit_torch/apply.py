@@ -1,0 +1,157 @@
+"""Calling an operation on tensors, in one of two ways that give the same bits.
+
+Eagerly, a ``torch.autograd.Function`` goes straight to the plan: amaxes land in the history's own row, and a residual stream that goes
+through an operation is the input itself. Under ``torch.compile`` the operation's torch op is called instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.recipe import Recipe
+from fp8kit.scaling import FORWARD_SLOTS
+from fp8kit_torch.ops import OPS, record_
+from fp8kit_torch.plans import Call, Ready, Views, call
+from fp8kit_torch.state import ScalingState, finish_backward
+from fp8kit_torch.texts import decode
+
+
+class Wiring(NamedTuple):
+    """How a layer's FP8 state hangs on its operation in an eager call."""
+
+    scales: Views  # inputs
+    front: Views | None = None  # where forward accumulates amaxes; None: nowhere that lasts
+    late: Views = {}  # noqa: RUF012  the gradients' scales, read at backward time
+    back: Views | None = None  # where backward accumulates amaxes
+    ticket: tuple[Recipe, ScalingState, int | None] | None = None  # what ``finish_backward`` is told
+
+
+NO_STATE = Wiring({})
+
+
+class Fused(NamedTuple):
+    """Parameters, by the name of their input, whose gradient goes into ``main_grad``: added, or, with ``overwrite``, put there."""
+
+    parameters: Mapping[str, Tensor]
+    overwrite: bool
+
+    def take(self, name: str, grad: Tensor) -> Tensor | None:
+        """Move a gradient to ``main_grad``. What autograd gets instead: nothing, or, where the parameter has the flag
+        ``grad_added_to_main_grad``, which is set, a gradient that says nothing, so that hooks on the parameter run."""
+        parameter: Any = self.parameters[name]
+        main = parameter.main_grad
+        if self.overwrite:
+            main.copy_(grad)
+        else:
+            main.add_(grad)
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        return grad.new_zeros(()).expand(grad.shape)
+
+
+class _Short(torch.autograd.Function):
+    """An operation with its own backward, past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: Ready, wiring: Wiring, fused: Fused | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, _, block = ready.forward(tensors, wiring.scales, wiring.front)
+        kept = [outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept]
+        if block is not None:
+            kept.append(block)
+        ctx.save_for_backward(*kept)
+        ctx.ready, ctx.wiring, ctx.fused = ready, wiring, fused
+        ctx.set_materialize_grads(False)
+        return (*outputs, *(tensors[i] for i in ready.through))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
+        kept, block = (saved[:-1], saved[-1]) if ready.saved.parts else (saved, None)
+        made, _ = ready.backward(kept, block, grads, wiring.late, wiring.back)
+        if wiring.ticket is not None and ready.back:
+            finish_backward(*wiring.ticket)
+        found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
+        for i, grad in zip(ready.wanted, made, strict=True):
+            found[3 + i] = grad
+        if ctx.fused is not None:
+            for i, name in zip(ready.wanted, ready.needs, strict=True):
+                if name in ctx.fused.parameters:
+                    found[3 + i] = ctx.fused.take(name, found[3 + i])
+        return tuple(found)
+
+
+def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fused: Fused | None = None) -> dict[str, Tensor]:
+    """The outputs of an eager call by name. Raises what ``infer`` raises, and BackendError for tensors on different devices."""
+    needs: tuple[str, ...] = ()
+    if torch.is_grad_enabled():
+        needs = tuple([name for name, t in zip(what.names, tensors, strict=True) if t.requires_grad])
+    tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    ready = what.ready(tensors, needs)
+    if needs:
+        outputs = _Short.apply(ready, wiring, fused, *tensors)
+    else:
+        made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
+        outputs = [*made, *(tensors[i] for i in ready.through)]
+    return dict(zip(ready.names, outputs, strict=True))
+
+
+class Traced(NamedTuple):
+    """How a layer's FP8 state hangs on its operation in a compiled graph."""
+
+    forward: ScalingState
+    backward: ScalingState
+    recipe: str  # text
+    record: bool
+    when: int  # see ``ops.record_``
+
+
+@torch.compiler.assume_constant_result
+def _described(name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool) -> tuple[str, tuple[str, ...]]:
+    """Text of a call whose spec is given as a text, and names of its outputs."""
+    found = call(name, decode(spec), names, gemms, scaled)
+    return found.text, found.outputs
+
+
+def trace(
+    name: str, spec: str, names: tuple[str, ...], tensors: list[Tensor], gemms: tuple[str, ...] = (), state: Traced | None = None,
+    gemm: int | None = None,
+) -> dict[str, Tensor]:
+    """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
+    text, outputs = _described(name, spec, names, gemms, state is not None)
+    needs = ""
+    if torch.is_grad_enabled():
+        needs = ",".join([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])
+    if state is None:
+        made = OPS[name](tensors, None, [], text, needs, "")
+    else:
+        late, scale, history = state.backward, state.forward.scale, state.forward.amax_history
+        first = FORWARD_SLOTS * (gemm or 0)
+        if gemm is not None:
+            scale = scale[first : first + FORWARD_SLOTS]
+        made = OPS[name](tensors, scale, [late.scale, late.amax_history, late.handle], text, needs, state.recipe)
+        if state.record:
+            amaxes = made[len(outputs)]
+            if gemm is not None:
+                amaxes = torch.nn.functional.pad(amaxes, (first, history.shape[1] - first - FORWARD_SLOTS))
+            record_(history, amaxes, state.forward.handle, state.recipe, state.when)
+    return dict(zip(outputs, made[: len(outputs)], strict=True))
+
+
+def run(name: str, spec: Any, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The outputs by name of an operation without FP8 state, whichever way. ``inputs`` that are None are left out.
+
+    ``spec``: the spec, or its text where this is called from within ``torch.compile``.
+    """
+    there = {n: t for n, t in inputs.items() if t is not None}
+    if torch.compiler.is_compiling():
+        return trace(name, spec, tuple(there), list(there.values()))
+    if isinstance(spec, str):
+        spec = decode(spec)
+    return apply(call(name, spec, tuple(there)), list(there.values()))
+

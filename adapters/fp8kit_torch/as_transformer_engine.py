@@ -1,0 +1,31 @@
+"""``python -m fp8kit_torch.as_transformer_engine script.py args...`` (or ``-m module args...``): run a program written for Transformer
+Engine with this door under that name, unchanged."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from fp8kit_torch.te_names import as_transformer_engine
+
+
+def main(arguments: list[str]) -> int:
+    """Run the program; 2 with a word on the usage where none is named."""
+    module = arguments[:1] == ["-m"]
+    program = arguments[1:] if module else arguments
+    if not program:
+        print("usage: python -m fp8kit_torch.as_transformer_engine [-m module | script.py] args...", file=sys.stderr)
+        return 2
+    as_transformer_engine()
+    sys.argv = program
+    if module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(program[0]).resolve().parent))
+        runpy.run_path(program[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

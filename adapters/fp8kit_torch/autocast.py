@@ -1,0 +1,138 @@
+"""``autocast``: fp8kit's, for torch: it may also be entered inside a function that ``torch.compile`` traces.
+
+There the states that its modules touch are known when the function is traced, and their update becomes a part of the graph.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fp8kit.autocast import AutocastState, _thread
+from fp8kit.autocast import autocast as _autocast
+from fp8kit.errors import RecipeError, expected
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+from fp8kit_torch.ops import update_
+from fp8kit_torch.state import ScalingState
+from fp8kit_torch.texts import encode
+
+_DEFAULT = DelayedScaling()
+
+
+class autocast(_autocast):
+    """Context manager and decorator: modules within compute in FP8. ``fp8kit.autocast`` says the rest.
+
+    * ``enabled``, ``calibrating``, ``recipe``, ``check_finite``: as there; ``_graph``: accepted, has no effect.
+    * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum before each update, where the
+      recipe has ``reduce_amax``: a process group of ``torch.distributed``, None for all processes. They run the same layers, in the same
+      order. Within a compiled function that opens the autocast itself: None only.
+
+    Inside or around a compiled function; modules see the innermost one of their thread. Raises RecipeError for wrong arguments.
+    """
+
+    def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
+                 _graph: bool = False, check_finite: bool | None = None) -> None:
+        if torch.compiler.is_compiling():
+            self.enabled, self.calibrating, self.check_finite = enabled, calibrating, check_finite
+            self.recipe = _DEFAULT if recipe is None else recipe
+        else:
+            known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+            if amax_reduction_group is not None and not isinstance(amax_reduction_group, known):
+                group = repr(amax_reduction_group)
+                raise RecipeError(expected("autocast", "amax_reduction_group", group, "None or a process group of torch.distributed"))
+            super().__init__(enabled, calibrating, recipe, None, check_finite)
+        self.amax_reduction_group = amax_reduction_group
+        self.traced: list[tuple[str, ScalingState]] | None = None
+
+    def __enter__(self) -> autocast:
+        if not torch.compiler.is_compiling():
+            self.traced = None
+            super().__enter__()
+            return self
+        stack = _thread.stack
+        outer = stack[-1][0] if stack else None
+        inherited = outer.traced if isinstance(outer, autocast) else None
+        self.owner = _thread.active == 0 and inherited is None and (self.enabled or self.calibrating)
+        self.traced = [] if self.owner else inherited
+        stack.append((self, AutocastState(self.enabled, self.calibrating, self.recipe, len(stack) + 1, False)))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not torch.compiler.is_compiling():
+            super().__exit__(kind, error, trace)
+            return
+        _thread.stack.pop()
+        if self.owner and self.traced:
+            groups: dict[str, list[ScalingState]] = {}
+            for text, state in self.traced:
+                if text not in groups:
+                    groups[text] = []
+                groups[text].append(state)
+            for text, states in groups.items():
+                scales, inverses = [state.scale for state in states], [state.scale_inv for state in states]
+                update_(scales, inverses, [state.amax_history for state in states], text, True)
+        self.traced = None
+
+
+def reduction_group() -> Any:
+    """The process group of the innermost autocast, None for all processes."""
+    stack = _thread.stack
+    return getattr(stack[-1][0], "amax_reduction_group", None) if stack else None
+
+
+def touch_traced(state: ScalingState, recipe: str) -> bool:
+    """Within a compiled function: note that ``state`` recorded amaxes, for the graph to update it. False where the autocast that will end
+    is around the function, and updates it."""
+    stack = _thread.stack
+    scope = stack[-1][0] if stack else None
+    touched = scope.traced if isinstance(scope, autocast) else None
+    if touched is None:
+        return False
+    if not any(other is state for _, other in touched):
+        touched.append((recipe, state))
+    return True
+
+
+def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Recipe | None = None, fp8_group: object = None,
+                 _graph: bool = False) -> autocast:
+    """``autocast`` under the name and with the argument names that it had before."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+def recipe_parts(recipe: Any) -> tuple[Any, ...]:
+    """A recipe as plain values, in a way that ``torch.compile`` can trace."""
+    form = recipe.fp8_format.name
+    if isinstance(recipe, DelayedScaling):
+        return ("delayed", form, recipe.margin, recipe.amax_compute_algo, recipe.reduce_amax)
+    operands = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
+    products = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    quant = tuple([(q.power_2_scale, q.amax_epsilon) for q in operands])
+    split = tuple([p.use_split_accumulator for p in products])
+    if recipe.float8_block_scaling():
+        dims = (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim)
+        return ("block", form, quant, split, recipe.use_f32_scales, dims)
+    return ("current", form, quant, split, recipe.use_power_2_scales)
+
+
+def recipe_text(recipe: Any) -> str:
+    """The text of a recipe (``texts``) within a compiled function. The history's length is left out: it is the state's."""
+    return _text(recipe_parts(recipe))
+
+
+@torch.compiler.assume_constant_result
+def _text(parts: tuple[Any, ...]) -> str:
+    return encode(recipe_of(parts))
+
+
+def recipe_of(parts: tuple[Any, ...]) -> Recipe:
+    """The recipe that ``recipe_parts`` took apart."""
+    form = Format[parts[1]]
+    if parts[0] == "delayed":
+        return DelayedScaling(parts[2], form, amax_compute_algo=parts[3], reduce_amax=parts[4])
+    operands = [QParams(power_2, epsilon) for power_2, epsilon in parts[2]]
+    products = [MMParams(split) for split in parts[3]]
+    if parts[0] == "current":
+        return Float8CurrentScaling(parts[4], form, *operands, *products)
+    return Float8BlockScaling(parts[4], form, *operands, *parts[5], *products)

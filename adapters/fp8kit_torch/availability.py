@@ -1,0 +1,111 @@
+"""What can run here, and what is missing: Transformer Engine's questions, answered for the place where tensors go.
+
+That place is torch's CUDA device where torch has one, else the CPU. On a CPU the answer for FP8 is yes: the reference engine computes the
+same FP8 products there, exactly and slowly. Recipes that fp8kit does not have (MXFP8, NVFP4) are not available anywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8kit import arrays
+from fp8kit.arrays import Device
+from fp8kit.backends import dispatch
+from fp8kit.errors import BackendError
+from fp8kit.recipe import DelayedScaling, Recipe
+
+Answer = bool | tuple[bool, str]
+_TENSOR = ("quantize_transpose", "fp8_gemm")  # kernels that per-tensor recipes need
+_BLOCK = ("block_quantize", "block_gemm")
+_RECIPES = "DelayedScaling, Float8CurrentScaling and Float8BlockScaling are its recipes"
+
+
+def _place() -> Device:
+    return Device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else arrays.CPU
+
+
+def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
+    """Why these kernels cannot run, "" where they can. ``least``: the compute capability that a CUDA device needs."""
+    place = _place()
+    if place.kind == "cuda":
+        have = get_device_compute_capability()
+        if have < least:
+            return f"compute capability {least[0]}.{least[1]} or higher is needed, {torch.cuda.get_device_name()} has {have[0]}.{have[1]}"
+        if not arrays.available("cuda"):
+            return "fp8kit's CUDA engine cannot be loaded; `fp8kit info` lists what is missing"
+    for name in kernels:
+        try:
+            usable, refused = dispatch.candidates(name, place)
+        except BackendError as error:
+            return str(error)
+        if not usable:
+            return f"{name} on {place}: " + ("; ".join(f"{impl.impl_id} {why}" for impl, why in refused) or "nothing implements it")
+    return ""
+
+
+def _answer(reason: str, return_reason: bool) -> Answer:
+    return (not reason, reason) if return_reason else not reason
+
+
+def is_fp8_available(return_reason: bool = False) -> Answer:
+    """Whether per-tensor FP8 (DelayedScaling, Float8CurrentScaling) runs here: on a CPU yes, on CUDA from compute capability 8.9.
+
+    ``return_reason``: answer (available, what is missing), the latter "" where nothing is.
+    """
+    return _answer(_missing(_TENSOR, (8, 9)), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
+    """Whether Float8BlockScaling runs here: on a CPU yes, on CUDA from compute capability 9.0. ``return_reason`` as for FP8."""
+    return _answer(_missing(_BLOCK, (9, 0)), return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> Answer:
+    """Whether MXFP8BlockScaling runs: no, fp8kit does not have that recipe. ``return_reason`` as for FP8."""
+    return _answer(f"fp8kit has no MXFP8BlockScaling; {_RECIPES}", return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Answer:
+    """Whether NVFP4BlockScaling runs: no, fp8kit does not have that recipe. ``return_reason`` as for FP8."""
+    return _answer(f"fp8kit has no NVFP4BlockScaling; {_RECIPES}", return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> Answer:
+    """Whether bfloat16 runs here: on a CPU yes, on CUDA from compute capability 8.0. ``return_reason`` as for FP8."""
+    return _answer(_missing(("gemm",), (8, 0)), return_reason)
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe of an autocast that names none: ``DelayedScaling()``."""
+    return DelayedScaling()
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """(major, minor) of torch's current CUDA device, (0, 0) where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that torch loads, (0, 0, 0) where there is none."""
+    version = (torch.backends.cudnn.version() or 0) if torch.cuda.is_available() else 0
+    scale = 10000 if version >= 90000 else 1000  # cuDNN's own two ways to write its version as one number
+    return version // scale, version % scale // 100, version % 100
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    """``is_fp8_available(return_reason=True)``, by its older name."""
+    reason = _missing(_TENSOR, (8, 9))
+    return not reason, reason
+
+
+def check_fp8_block_scaling_support() -> tuple[bool, str]:
+    """``is_fp8_block_scaling_available(return_reason=True)``, by its older name."""
+    reason = _missing(_BLOCK, (9, 0))
+    return not reason, reason
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    """``is_mxfp8_available(return_reason=True)``, by its older name."""
+    answer = is_mxfp8_available(return_reason=True)
+    assert isinstance(answer, tuple)
+    return answer

@@ -1,0 +1,206 @@
+"""``convert``: a plain model's linear layers and norms replaced by fp8kit's, in place and around the same parameters; ``revert`` undoes it.
+
+No weight is copied: a new module holds the old one's ``Parameter`` objects, so optimisers, tied weights and checkpoints do not notice.
+transformers' ``Conv1D`` keeps its (in, out) weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit_torch.apply import run
+from fp8kit_torch.calibration import amax_of
+from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.texts import encode
+
+Filter = Callable[[nn.Module, str], bool]
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# what a user or a library has hung on a module, and which goes with it
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook")
+
+
+class _Converted(nn.Module):
+    """What stands for a plain module: the same parameters, and the module itself, out of torch's sight."""
+
+    def adopt(self, plain: nn.Module) -> None:
+        """Take over the plain module's parameters, hooks and mode."""
+        self.__dict__["plain"] = plain  # not a submodule: it would show in names and counts
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(plain, name, None))
+        self.training = plain.training
+        for name in _HOOKS:
+            self.__dict__[name] = plain.__dict__[name]
+
+    def give_back(self) -> nn.Module:
+        """The plain module, with what this one's parameters are now."""
+        plain: nn.Module = self.__dict__["plain"]
+        for name in ("weight", "bias"):
+            if name in plain._parameters:
+                plain._parameters[name] = self._parameters[name]
+        plain.train(self.training)
+        return plain
+
+
+class ConvertedLinear(_Converted, TransformerEngineBaseModule):
+    """y = x W^T + b for an ``nn.Linear``, y = x W + b for a ``Conv1D``, with the plain module's parameters; FP8 under ``autocast``."""
+
+    operation = "linear"
+
+    def __init__(self, plain: nn.Module, layout: str) -> None:
+        super().__init__()
+        self.adopt(plain)
+        out, features = self.weight.shape if layout == "oi" else reversed(self.weight.shape)
+        self.in_features, self.out_features = int(features), int(out)
+        self.nx, self.nf = self.in_features, self.out_features  # Conv1D's names
+        self.set_spec(LinearSpec(ProductSpec(self.in_features, (self.out_features,), layout, "none" if self.bias is None else "add")))
+
+    def weight_inputs(self) -> dict[str, Tensor]:
+        return {"weight0": self.weight}
+
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
+        amax_of(inputs["x"], amaxes[0])
+        amax_of(inputs["weight0"], amaxes[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: (..., in_features) of the weight's dtype."""
+        return self.run({"x": x, "weight0": self.weight, "bias0": self.bias}, None, "none" if self.bias is None else "add")["y"]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not destination[f"{prefix}_extra_state"].numel():  # nothing beside what the plain module would save
+            del destination[f"{prefix}_extra_state"]
+
+    def extra_repr(self) -> str:
+        """Sizes and layout."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class ConvertedNorm(_Converted):
+    """LayerNorm or RMSNorm over the last dimension in one pass, with the plain module's parameters."""
+
+    def __init__(self, plain: nn.Module, spec: NormSpec) -> None:
+        super().__init__()
+        self.adopt(plain)
+        self.spec, self._text = spec, encode(spec)
+        self.eps = self.variance_epsilon = spec.epsilon  # the plain modules' names
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: (..., features); the result has the wider of its and the weight's dtype, as the plain module's."""
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        inputs = {"x": x, "norm_weight": self.weight, "norm_bias": self.bias if self.spec.centered else None}
+        spec: Any = self._text if torch.compiler.is_compiling() else self.spec
+        return run("norm", spec, {name: None if t is None else t.to(dtype) for name, t in inputs.items()})["y"]
+
+    def extra_repr(self) -> str:
+        """What is computed."""
+        return f"{self.spec.features}, {self.spec.normalization}, eps={self.spec.epsilon}"
+
+
+def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
+    """Replace in place, and return ``model``: every ``nn.Linear``, every ``Conv1D`` of transformers, every ``nn.LayerNorm`` with weight and
+    bias over one dimension, and every RMSNorm whose numbers are x / rms(x) * weight or * (1 + weight).
+
+    * ``filter_fn``: called with (module, its name in ``model``); False leaves that module as it is. A language model's head, for one.
+
+    Parameters stay the same objects. Their dtype is float32, bfloat16 or float16; other modules, subclasses of the named ones (they may
+    compute something else) and modules whose ``forward`` was replaced are left alone. Whether an RMSNorm of some library is one is found
+    out by running it on a few numbers, and modules on the meta device are not looked at. Outside of ``autocast`` a converted model computes
+    what it did. Convert before ``torch.compile``, DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would have to
+    be replaced.
+    """
+    if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
+        raise Fp8kitError(expected("convert", "model", type(model).__name__, "a model that contains layers: a layer cannot replace itself"))
+    swapped: dict[nn.Module, nn.Module] = {}
+    for parent, name, child, path in list(_children(model)):
+        if filter_fn is not None and not filter_fn(child, path):
+            continue
+        if child not in swapped:
+            made = _replacement(child)
+            if made is None:
+                continue
+            swapped[child] = made()
+        parent._modules[name] = swapped[child]
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Put back in place every module that ``convert`` replaced, with the parameters that there are now; returns ``model``. FP8 state is
+    dropped."""
+    for parent, name, child, _ in list(_children(model)):
+        if isinstance(child, _Converted):
+            parent._modules[name] = child.give_back()
+    return model
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+    """(parent, name in it, child, path), every place that a module stands in."""
+    for path, parent in model.named_modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                yield parent, name, child, f"{path}.{name}" if path else name
+
+
+def _replacement(module: nn.Module) -> Callable[[], nn.Module] | None:
+    """What makes the module that takes this one's place; None where it stays."""
+    weight = getattr(module, "weight", None)
+    own = dict(module.named_parameters(recurse=False))
+    if not isinstance(weight, Tensor) or any(p.dtype not in _FLOATS or not p.is_contiguous() for p in own.values()):
+        return None
+    if "forward" in vars(module) or isinstance(module, _Converted) or module._modules:
+        return None
+    kind = type(module)
+    if kind is nn.Linear:
+        return lambda: ConvertedLinear(module, "oi")
+    if kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers":
+        return lambda: ConvertedLinear(module, "io")
+    spec = _norm_spec(module, weight, own)
+    return None if spec is None else lambda: ConvertedNorm(module, spec)
+
+
+def _norm_spec(module: nn.Module, weight: Tensor, own: Mapping[str, Tensor]) -> NormSpec | None:
+    """What a norm computes; None for what is not one that fp8kit has."""
+    if weight.ndim != 1 or weight.numel() == 0:
+        return None
+    features = weight.numel()
+    if type(module) is nn.LayerNorm:
+        return NormSpec(features, "LayerNorm", module.eps) if module.bias is not None else None
+    if type(module) is nn.RMSNorm:
+        eps = torch.finfo(weight.dtype).eps if module.eps is None else module.eps
+        return NormSpec(features, "RMSNorm", eps)
+    named = type(module).__name__.endswith("RMSNorm") or type(module).__name__ == "T5LayerNorm"
+    eps = next((value for name in ("variance_epsilon", "eps") if isinstance(value := getattr(module, name, None), float)), None)
+    if not named or eps is None or list(own) != ["weight"] or weight.is_meta or next(module.buffers(), None) is not None:
+        return None
+    return _probed(module, weight, eps)
+
+
+def _probed(module: nn.Module, weight: Tensor, eps: float) -> NormSpec | None:
+    """An RMSNorm of another library, known by what it makes of a few rows: small ones as well, so that epsilon shows."""
+    features = weight.numel()
+    ramp = torch.linspace(-1.5, 2.5, features, device=weight.device)
+    x = torch.stack((ramp, ramp.flip(0) * 3, ramp.cos() * eps**0.5)).to(weight.dtype)
+    try:
+        with torch.no_grad():
+            got = nn.Module.__call__(module, x)
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    if not isinstance(got, Tensor) or got.shape != x.shape:
+        return None
+    wide, w = x.double(), weight.detach().double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    limit = 4 * torch.finfo(weight.dtype).eps  # a rounding of the normalised row, of 1 + weight, of their product, and one to spare
+    for centered in (False, True):
+        wanted = normed * (1 + w if centered else w)
+        if ((got.double() - wanted).abs() <= limit * (wanted.abs() + (normed.abs() if centered else 0))).all():
+            return NormSpec(features, "RMSNorm", eps, centered)
+    return None

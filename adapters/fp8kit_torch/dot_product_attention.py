@@ -1,0 +1,220 @@
+"""``DotProductAttention`` (Vaswani et al. 2017; grouped query heads: Ainslie et al. 2023)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.backends.policy import get_policy
+from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit_torch.apply import run
+from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
+from fp8kit_torch.draws import next_rng
+from fp8kit_torch.module import ParameterModule
+from fp8kit_torch.specs import spec_for
+
+_ALIASES = ("padding,causal", "causal,padding")
+_STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
+
+
+def one_of(operation: str, argument: str, value: str, allowed: tuple[str, ...]) -> str:
+    """``value``, which must be one of ``allowed``; Fp8kitError otherwise."""
+    if value not in allowed:
+        raise Fp8kitError(expected(operation, argument, repr(value), f"one of {', '.join(allowed)}"))
+    return value
+
+
+def slopes_of(heads: int) -> list[float]:
+    """ALiBi's slopes (Press et al. 2022, section 3): 2^(-8 i / n) for the largest power of two n up to the number of heads, and every
+    second one of 2n heads' for the rest."""
+    n = 1 << (heads.bit_length() - 1)
+    return [2.0 ** (-8 * i / n) for i in range(1, n + 1)] + [2.0 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
+
+
+@lru_cache(maxsize=64)
+def _kept_slopes(heads: int, device: torch.device) -> Tensor:
+    return torch.tensor(slopes_of(heads), dtype=torch.float32, device=device)
+
+
+class DotProductAttention(ParameterModule):
+    """o = dropout(softmax(scores)) v for each head, over the scores that the mask leaves; scores = softmax_scale * q k^T and a bias.
+
+    * ``num_attention_heads`` h; ``kv_channels``: features of one head, d, or (d of q and k, d of v); ``num_gqa_groups``: key and value
+      heads g (None: h). ``attention_type``: "self" or "cross", kept for the user: lengths may always differ.
+    * ``attention_dropout``: probability, while training. ``qkv_format``: "sbhd", "bshd" or "thd" (sequences one after the other).
+    * ``attn_mask_type``: "no_mask", "causal" (aligned top-left), "causal_bottom_right", "padding", "padding_causal" (also "padding,causal",
+      "causal,padding"), "padding_causal_bottom_right" or "arbitrary". ``window_size`` (left, right), -1 unbounded, None: no window.
+      ``bottom_right_diagonal``: see ``fp8kit.ops.attention_spec.AttentionSpec``.
+    * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) joins the denominator; "learnable":
+      exp(softmax_offset[h]) does, a float32 parameter (h,) that starts at 0. ``device``: where that lies.
+    * ``layer_number``, ``name``: kept, for the user.
+
+    ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit_torch.arguments``).
+    """
+
+    def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None,
+                 attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
+                 window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, sequence_parallel: bool = False,
+                 tp_size: int = 1, get_rng_state_tracker: Any = None, tp_group: Any = None, layer_number: int | None = None,
+                 attention_type: str = "self", *, softmax_scale: float | None = None, softmax_type: str = "vanilla",
+                 name: str | None = None, device: Any = None, **other: Any) -> None:
+        super().__init__()
+        op = "DotProductAttention"
+        refuse(op, CONSTRUCTOR[op], {"sequence_parallel": sequence_parallel, "tp_size": tp_size, "tp_group": tp_group,
+                                     "get_rng_state_tracker": get_rng_state_tracker, **other})
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        channels, channels_v = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        positive(op, num_attention_heads=num_attention_heads, kv_channels=channels, num_gqa_groups=groups)
+        positive(op, kv_channels=channels_v)
+        if num_attention_heads % groups:
+            raise Fp8kitError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
+        if softmax_scale is not None and not softmax_scale > 0:
+            raise Fp8kitError(expected(op, "softmax_scale", softmax_scale, "a positive number or None"))
+        if not 0 <= attention_dropout < 1:
+            raise Fp8kitError(expected(op, "attention_dropout", attention_dropout, "a probability in [0, 1)"))
+        self.num_attention_heads, self.kv_channels, self.num_gqa_groups = num_attention_heads, kv_channels, groups
+        self.attention_dropout, self.softmax_scale = float(attention_dropout), float(softmax_scale or 0.0)
+        self.qkv_format = one_of(op, "qkv_format", qkv_format, FORMATS)
+        self.attn_mask_type = one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
+        self.attention_type = one_of(op, "attention_type", attention_type, ("self", "cross"))
+        self.softmax_type = one_of(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
+        self.window_size, self.bottom_right_diagonal = _window(op, window_size), bottom_right_diagonal
+        self.layer_number, self.name = layer_number, name
+        if self.softmax_type == "learnable":
+            self.add_parameter("softmax_offset", (num_attention_heads,), torch.nn.init.zeros_, torch.float32, device)
+
+    def forward(self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
+                attention_mask: Any = None, qkv_format: str | None = None, cu_seqlens_q: Tensor | None = None,
+                cu_seqlens_kv: Tensor | None = None, cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+                max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
+                window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
+                checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
+                core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
+                inference_params: Any = None, pad_between_seqs: bool | None = None, *, qkv_layer: Tensor | None = None,
+                kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3, **other: Any) -> Tensor:
+        """Attend. Arguments that have a twin in the constructor override it.
+
+        * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v); with "bshd" b comes first,
+          with "thd" t stands for s and b. Or ``kv_layer`` (s_kv, b, g (d + d_v)): k's features, then v's. Or ``qkv_layer``: q's too
+          (``qkv_interleave_dim`` -3), or head after head, each q, k, v (-2; only where g = h).
+        * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, for padding masks; with "thd"
+          ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` say where the sequences start, if there are gaps (``pad_between_seqs``).
+        * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device, and rounds up to 64.
+        * ``attention_mask``: True masks out. With "arbitrary": bool (1 | b, 1 | h, 1 | s_q, s_kv). With a padding mask and no cu_seqlens:
+          bool (b, 1, 1, s) of q, or a pair for q and k, padding last.
+        * ``core_attention_bias_type``: "no_bias"; "pre_scale_bias" or "post_scale_bias" with ``core_attention_bias`` h (1 | b, 1 | h,
+          1 | s_q, s_kv), differentiable; "alibi", with ``alibi_slopes`` float32 (h,) or (b, h), or the paper's.
+        * ``fast_zero_fill``: accepted; outputs of no row are always 0.
+
+        Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
+        """
+        op = "DotProductAttention"
+        refuse(op, FORWARD[op], {"checkpoint_core_attention": checkpoint_core_attention, "inference_params": inference_params, **other})
+        form = self.qkv_format if qkv_format is None else one_of(op, "qkv_format", qkv_format, FORMATS)
+        mask = self.attn_mask_type if attn_mask_type is None else one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
+        bias = one_of(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
+        layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
+        if qkv_interleave_dim not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
+            raise Fp8kitError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
+        if qkv_interleave_dim == -2 and layout == "qkv":
+            layout = "qkv_interleaved"
+        device = next(iter(inputs.values())).device
+        beside = {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "alibi_slopes": alibi_slopes,
+        }  # fmt: skip
+        if attention_mask is not None:
+            if "padding" in mask and cu_seqlens_q is None:
+                beside.update(counted(op, attention_mask))
+            elif mask == "arbitrary":
+                beside["mask"] = attention_mask
+            else:
+                raise Fp8kitError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
+        for name, value in beside.items():
+            if value is not None:
+                inputs[name] = value.detach().to(device)
+        if bias == "alibi" and alibi_slopes is None:
+            inputs["alibi_slopes"] = _slopes(self.num_attention_heads, device)
+        if core_attention_bias is not None:
+            inputs["bias"] = core_attention_bias
+        if self.softmax_type == "learnable":
+            inputs["softmax_offset"] = self.softmax_offset
+        if pad_between_seqs is not None and pad_between_seqs != (cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None):
+            raise Fp8kitError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
+        longest = (0, 0)
+        if form == "thd":
+            longest = (_longest(op, "q", max_seqlen_q, inputs), _longest(op, "kv", max_seqlen_kv, inputs))
+        dropout = self.attention_dropout if self.training else 0.0
+        if dropout:
+            inputs["rng"] = next_rng(device)
+        channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, 0)
+        window = self.window_size if window_size is None else _window(op, window_size)
+        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
+        spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
+                        get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
+        return run("attention", spec, inputs)["o"]
+
+
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.tensor(slopes_of(heads), dtype=torch.float32, device=device)
+    return _kept_slopes(heads, device)
+
+
+def _window(operation: str, window_size: Any) -> tuple[int, int]:
+    """(left, right); None is (-1, -1). Fp8kitError for other than two integers of at least -1."""
+    if window_size is None:
+        return (-1, -1)
+    window = tuple(window_size) if isinstance(window_size, tuple | list) else ()
+    if len(window) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in window):
+        raise Fp8kitError(expected(operation, "window_size", repr(window_size), "(left, right), each -1 (unbounded) or more, or None"))
+    return window[0], window[1]
+
+
+def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any) -> tuple[str, dict[str, Tensor]]:
+    """The layout's name and its inputs. Fp8kitError for a mixture of forms."""
+    given = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv, "qkv_layer": qkv}
+    there = tuple([name for name, layer in given.items() if layer is not None])
+    forms = {
+        ("query_layer", "key_layer", "value_layer"): ("separate", ("q", "k", "v")),
+        ("query_layer", "kv_layer"): ("q_kv", ("q", "kv")),
+        ("qkv_layer",): ("qkv", ("qkv",)),
+    }
+    if there not in forms:
+        wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
+        raise Fp8kitError(expected(operation, "layers", " and ".join(there) or None, wanted))
+    layout, names = forms[there]
+    return layout, {name: given[argument] for name, argument in zip(names, there, strict=True)}
+
+
+def counted(operation: str, attention_mask: Any) -> dict[str, Tensor]:
+    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k. ShapeError where padding is not last (that is
+    asked of the device, but not within ``torch.compile``)."""
+    masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
+    found = {}
+    for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), masks, strict=True):
+        if mask.ndim != 4 or tuple(mask.shape[1:3]) != (1, 1):
+            raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(mask.shape)}", "(batch, 1, 1, sequence)"))
+        rows = mask[:, 0, 0] != 0
+        if not torch.compiler.is_compiling() and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
+            raise ShapeError(expected(operation, "attention_mask", "padding before a true position", "padding after all true positions"))
+        sums = (~rows).sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        found[name] = torch.nn.functional.pad(sums, (1, 0))
+    return found
+
+
+def _longest(operation: str, side: str, given: int | None, inputs: dict[str, Tensor]) -> int:
+    """The longest sequence: what was given, or what cu_seqlens say."""
+    if given is not None:
+        positive(operation, **{f"max_seqlen_{side}": given})
+        return given
+    lengths = inputs.get(f"cu_seqlens_{side}")
+    if lengths is None:
+        raise Fp8kitError(expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"))
+    if torch.compiler.is_compiling():
+        raise Fp8kitError(expected(operation, f"max_seqlen_{side}", None, "an int, within torch.compile"))
+    return max(_STEP, -(-int(lengths.diff().max()) // _STEP) * _STEP)

@@ -1,0 +1,39 @@
+"""Operations that are no layer of their own: ``cross_entropy``, ``embedding``, ``dropout_add``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fp8kit.errors import ShapeError, expected
+from fp8kit_torch.apply import run
+from fp8kit_torch.draws import next_rng
+from fp8kit_torch.specs import spec_for
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", label_smoothing: float = 0.0,
+                  ignore_index: int = -100) -> Tensor:
+    """Softmax cross entropy in nats, in float32; differentiable in logits.
+
+    ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that are not ``ignore_index``, shape
+    (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into every class. Raises ShapeError or FormatError.
+    """
+    if logits.ndim == 0:
+        raise ShapeError(expected("cross_entropy", "logits", "no dimension", "(..., classes)"))
+    spec = spec_for("CrossEntropySpec", logits.shape[-1], reduction, float(label_smoothing), ignore_index)
+    return run("cross_entropy", spec, {"logits": logits, "targets": targets})["loss"]
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """table[ids]: int32 or int64 ids of any shape in [0, V), h (V, N); differentiable in table. An id out of range gives NaN."""
+    spec = spec_for("EmbeddingSpec", *table.shape, str(table.dtype).removeprefix("torch."))
+    return run("embedding", spec, {"ids": ids, "table": table})["y"]
+
+
+def dropout_add(x: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, p: float = 0.0, training: bool = True) -> Tensor:
+    """residual + dropout(x + bias), in one pass: h (..., N), (..., N) and (N,); differentiable in all three.
+
+    ``p``: probability of dropping an element while ``training``, drawn from torch's generator. Raises ShapeError or FormatError.
+    """
+    p = float(p) if training else 0.0
+    inputs = {"x": x, "bias": bias, "residual": residual, "rng": next_rng(x.device) if p else None}
+    return run("dropout_add", spec_for("DropoutAddSpec", x.shape[-1], p, True), inputs)["y"]

@@ -1,0 +1,250 @@
+"""``FusedAdam``: Adam and AdamW, one kernel call for all parameters of a group on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fp8kit import arrays
+from fp8kit.backends import dispatch
+from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
+from fp8kit_torch import optimizer_state as stored
+from fp8kit_torch.fused_optimizer import Entry, Fused
+from fp8kit_torch.views import as_view
+
+_NO_CORRECTION = 2**60  # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
+
+
+class FusedAdam(Fused):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), or with L2 regularisation (Kingma & Ba 2015) ::
+
+        m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2           (g = grad + weight_decay w where not adam_w_mode)
+        w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
+
+    * ``params``: float32, bfloat16 or float16 parameters, contiguous, or groups of them; ``lr``, ``betas``, ``eps``, ``weight_decay``
+      may differ between groups. ``amsgrad``: refused.
+    * ``bias_correction``: divide by 1 - beta^t. t counts the group's steps.
+    * ``adam_w_mode``: False is Adam with L2 regularisation, as ``torch.optim.Adam``.
+    * ``capturable``: learning rate and t are tensors on the device, so that a captured graph sees new values, and
+      ``torch.amp.GradScaler`` hands its factor over to the kernel, which skips a step with Inf or NaN without the host.
+    * ``master_weights``: 16-bit parameters have a master (``master_param``) of ``master_weight_dtype``, float32 or float16, on which
+      the update is made; without it the update is made on the parameter's own value.
+    * ``exp_avg_dtype``, ``exp_avg_sq_dtype``: float32, bfloat16, float16 or uint8 (FP8, E4M3): how m and v are kept between steps; the
+      last two with a factor for each tensor.
+    * ``use_decoupled_grad``: gradients are read from ``param.decoupled_grad``, whose dtype may differ from the parameter's.
+    * ``store_param_remainders``: a bfloat16 parameter's float32 master is kept as the 16 bits that the parameter lacks.
+    * ``set_grad_none``: deprecated, see ``zero_grad``.
+
+    Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
+    """
+
+    _own = (*Fused._own, "dtypes", "adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "store_param_remainders", "_scales",
+            "_step_supports_amp_scaling")
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction: bool = True, adam_w_mode: bool = True,
+        capturable: bool = False, master_weights: bool = False, master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32, exp_avg_sq_dtype: torch.dtype = torch.float32, use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False, set_grad_none: bool | None = None,
+    ) -> None:
+        name = "FusedAdam"
+        if amsgrad:
+            raise Fp8kitError(expected(name, "amsgrad", amsgrad, "False: the variant is not supported"))
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        for key, choice in (("exp_avg", stored.PACKED), ("exp_avg_sq", stored.PACKED), ("master_param", (torch.float32, torch.float16))):
+            if self.dtypes[key] not in choice:
+                raise FormatError(expected(name, f"{key}'s dtype", self.dtypes[key], f"one of {', '.join(map(str, choice))}"))
+        if capturable and (set(self.dtypes.values()) != {torch.float32} or store_param_remainders):
+            raise FormatError(expected(name, "capturable", "states that are not float32", "float32 states, no remainders"))
+        limits = (("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf), *(("betas", beta, 1) for beta in betas))
+        for key, value, below in limits:
+            if not 0 <= value < below:
+                raise Fp8kitError(expected(name, key, value, f"in [0, {below})"))
+        if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:
+            raise Fp8kitError(expected(name, "lr", lr, "a finite number >= 0"))
+        self.adam_w_mode, self.capturable, self.master_weights = bool(adam_w_mode), bool(capturable), bool(master_weights)
+        self.use_decoupled_grad = bool(use_decoupled_grad)
+        self.grad_name = "decoupled_grad" if use_decoupled_grad else "grad"
+        self.store_param_remainders = bool(store_param_remainders and master_weights and master_weight_dtype == torch.float32)
+        self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        self._step_supports_amp_scaling = self.capturable
+        defaults = {"lr": lr, "bias_correction": bool(bias_correction), "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, set_grad_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; in ``capturable`` mode the group's learning rate becomes a float32 tensor on its parameters' device."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self.capturable and group["params"]:
+            devices = {param.device for param in group["params"]}
+            if len(devices) != 1:
+                raise Fp8kitError(expected("FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one, with capturable"))
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop()).reshape(1).clone()
+
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    def _remainder(self, param: Tensor, state_name: str) -> bool:
+        return self.store_param_remainders and state_name == "master_param" and param.dtype is torch.bfloat16
+
+    def _names(self, param: Tensor) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq") + (("master_param",) if self.master_weights and param.dtype is not torch.float32 else ())
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+        """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the constructor's."""
+        if store_param_remainders and not self.store_param_remainders:
+            raise Fp8kitError(expected("FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"))
+        for name in self._names(param):
+            if self._remainder(param, name):
+                self.state[param][name] = torch.zeros_like(param, dtype=torch.int16)
+            else:
+                values = param.detach().float() if name == "master_param" else torch.zeros_like(param, dtype=torch.float32)
+                self.set_scaled_state(param, name, values)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A state's float32 values; int16 for a master kept as remainders. ``state_name``: "exp_avg", "exp_avg_sq" or "master_param"."""
+        state = self.state[param][state_name]
+        if state.dtype in (torch.float32, torch.int16):
+            return state
+        return stored.unpack(stored.local(state), self._scales.get(param, {}).get(state_name))
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Keep float32 values (int16 for remainders) as the state, in the dtype that the constructor was told."""
+        state, dtype = self.state[param], torch.int16 if self._remainder(param, state_name) else self.dtypes[state_name]
+        if unscaled_state.dtype != (torch.int16 if dtype is torch.int16 else torch.float32) or unscaled_state.shape != param.shape:
+            got = f"{unscaled_state.dtype} {tuple(unscaled_state.shape)}"
+            raise ShapeError(expected("FusedAdam.set_scaled_state", state_name, got, f"float32 {tuple(param.shape)}, int16 for remainders"))
+        if state_name not in state:
+            state[state_name] = torch.zeros_like(param, dtype=dtype)
+        self._keep(param, state_name, stored.local(unscaled_state).to(param.device))
+
+    def _keep(self, param: Tensor, name: str, values: Tensor) -> None:
+        scale = stored.pack(stored.local(self.state[param][name]), values)
+        if scale is not None:
+            self._scales.setdefault(param, {})[name] = scale
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient, in stream order. Returns the closure's value.
+
+        In ``capturable`` mode ``torch.amp.GradScaler`` leaves its factor and what it found in the attributes ``grad_scale`` and
+        ``found_inf`` during its call.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            taking = self.taking(group)
+            if not self.capturable and group["params"]:
+                group["step"] = group.get("step", 0) + 1
+            for device, entries in taking.items():
+                self._update(group, device, entries)
+        return loss
+
+    def _update(self, group: dict[str, Any], device: torch.device, entries: list[Entry]) -> None:
+        where = as_view(entries[0][1]).device
+        kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
+        scale, found = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))  # GradScaler's
+        by = None if scale is None else (1.0 / scale.double()).to(device, torch.float32).reshape(1)
+        inv_scale = None if by is None else as_view(by)
+        found_inf = None if found is None else as_view(found.to(device, torch.float32).reshape(1))
+        step: Any = group.get("step")
+        if self.capturable:
+            if step is None:
+                step = group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
+            kernels.count_(as_view(step), found_inf, stream)
+            step = as_view(step)
+        for param, _, _ in entries:
+            if "exp_avg" not in self.state[param]:
+                self.initialize_state(param)
+        params, grads, masters, decays = [], [], [], []
+        for param, data, grad in entries:
+            name = "master_param"
+            master = None
+            if name in self.state[param]:
+                kept = stored.local(self.get_unscaled_state(param, name))
+                master = stored.join(data, kept) if self._remainder(param, name) else kept
+            decay = float(group["weight_decay"])
+            if not self.adam_w_mode and decay:
+                wide = grad.float() if by is None else grad.float() * by
+                grad, decay = wide.add((data if master is None else master).float(), alpha=decay), 0.0
+            params.append(data)
+            grads.append(grad)
+            masters.append(master)
+            decays.append(decay)
+        if not self.adam_w_mode and group["weight_decay"]:
+            inv_scale = None  # it is in the gradients already
+        moments = {
+            name: [stored.local(self.get_unscaled_state(param, name)) for param, *_ in entries] for name in ("exp_avg", "exp_avg_sq")
+        }
+        count = step if group["bias_correction"] else _NO_CORRECTION
+        lr = group["lr"]
+        rate = as_view(lr.to(torch.float32).reshape(1)) if isinstance(lr, Tensor) and lr.device == device else float(lr)
+        beta1, beta2 = group["betas"]
+        kernels.adamw_(
+            [as_view(p) for p in params], [as_view(g) for g in grads], *([as_view(m) for m in ms] for ms in moments.values()),
+            [None if m is None else as_view(m) for m in masters], rate, float(beta1), float(beta2), float(group["eps"]), decays, count,
+            inv_scale, found_inf, stream)
+        for at, (param, data, _) in enumerate(entries):
+            increment_version(param)  # the kernel wrote it by address: autograd must see that
+            master = masters[at]
+            if master is not None and self._remainder(param, "master_param"):
+                stored.split(master, data, stored.local(self.state[param]["master_param"]))
+            elif master is not None and self.dtypes["master_param"] is not torch.float32:
+                self._keep(param, "master_param", master)
+            for name, values in moments.items():
+                if self.dtypes[name] is not torch.float32:
+                    self._keep(param, name, values[at])
+
+    # --- saved and loaded ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; states that are kept with a factor are given as their float32 values, remainders as they are."""
+        saved = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        for param, index in zip(params, indices, strict=True):
+            if index in saved["state"]:
+                state = saved["state"][index]
+                saved["state"][index] = {n: self.get_unscaled_state(param, n) if n in self.dtypes else v for n, v in state.items()}
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with states kept in the dtypes that the constructor was told, not in the parameters'. In ``capturable`` mode
+        learning rate and t are written into the tensors that a captured graph reads."""
+        held = [(group.get("lr"), group.get("step")) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, (lr, step) in zip(self.param_groups, held, strict=True):
+            if self.capturable and group["params"]:
+                device = group["params"][0].device
+                group["lr"] = lr.copy_(torch.as_tensor(group["lr"]).reshape(1))
+                if group.get("step") is not None:
+                    step = torch.zeros(1, dtype=torch.int64, device=device) if step is None else step
+                    group["step"] = step.copy_(torch.as_tensor(group["step"]).reshape(1))
+            else:
+                for name, kind in (("lr", float), ("step", int)):
+                    if isinstance(group.get(name), Tensor):
+                        group[name] = kind(group[name])
+        params = [param for group in self.param_groups for param in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for param, index in zip(params, indices, strict=True):
+            given = state_dict["state"].get(index)
+            if given is None:
+                continue
+            self.state[param] = {}
+            self._scales.pop(param, None)
+            for name in given:
+                if name not in self.dtypes:
+                    self.state[param][name] = given[name]
+                    continue
+                if name not in self._names(param):
+                    raise ShapeError(expected("FusedAdam.load_state_dict", "state", name, f"{', '.join(self._names(param))}"))
+                self.set_scaled_state(param, name, given[name] if given[name].dtype is torch.int16 else given[name].float())

@@ -1,0 +1,103 @@
+"""``FusedSGD``: SGD with momentum, one kernel call for all parameters of a group on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from fp8kit import arrays
+from fp8kit.backends import dispatch
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit_torch import optimizer_state as stored
+from fp8kit_torch.fused_optimizer import Entry, Fused
+from fp8kit_torch.views import as_view
+
+
+class FusedSGD(Fused):
+    """Stochastic gradient descent with momentum (Sutskever et al. 2013, in PyTorch's form) ::
+
+        g = grad + weight_decay w
+        b = g at the parameter's first step, then momentum b + (1 - dampening) g
+        w = w - lr (g + momentum b with nesterov, else b)
+
+    * ``params``, ``lr`` (needed), ``momentum``, ``dampening``, ``weight_decay``, ``nesterov``: as ``torch.optim.SGD``.
+    * ``wd_after_momentum``: the decay does not enter the momentum: w = w - lr (... + weight_decay w), with g = grad.
+    * ``materialize_master_grads``: only True; there is no apex amp whose gradients could stay scaled.
+    * ``set_grad_none``: deprecated, see ``zero_grad``.
+
+    b (``momentum_buffer``) is float32. Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
+    """
+
+    _own = (*Fused._own, "wd_after_momentum")
+
+    def __init__(
+        self, params: Iterable[Any], lr: float | None = None, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
+        nesterov: bool = False, *, wd_after_momentum: bool = False, materialize_master_grads: bool = True,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        for key, value in (("lr", lr), ("momentum", momentum), ("dampening", dampening), ("weight_decay", weight_decay)):
+            if value is None or not 0 <= value < math.inf:
+                raise Fp8kitError(expected("FusedSGD", key, value, "a finite number >= 0"))
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise Fp8kitError(expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening"))
+        if not materialize_master_grads:
+            raise Fp8kitError(expected("FusedSGD", "materialize_master_grads", materialize_master_grads, "True"))
+        self.wd_after_momentum = bool(wd_after_momentum)
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": bool(nesterov)}
+        super().__init__(params, defaults, set_grad_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient, in stream order. Returns the closure's value."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for entries in self.taking(group).values():
+                # the kernel asks only whether a step is the first: parameters that start now are called apart from the others
+                starting = [entry for entry in entries if "momentum_buffer" not in self.state[entry[0]]]
+                running = [entry for entry in entries if "momentum_buffer" in self.state[entry[0]]]
+                for some, first in ((starting, True), (running, False)):
+                    if some:
+                        self._update(group, some, first)
+        return loss
+
+    def _update(self, group: dict[str, Any], entries: list[Entry], first: bool) -> None:
+        device = as_view(entries[0][1]).device
+        lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+        buffers, masters = [], []
+        for param, data, _ in entries:
+            buffer = None
+            if momentum:
+                if first:
+                    self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
+                buffer = as_view(stored.local(self.state[param]["momentum_buffer"]))
+            buffers.append(buffer)
+            master = None
+            if self.wd_after_momentum and decay:  # w - lr (change + decay w) = (1 - lr decay) w - lr change
+                if data.dtype is torch.float32:
+                    data.mul_(1 - lr * decay)
+                else:
+                    master = as_view(data.float().mul_(1 - lr * decay))
+            masters.append(master)
+        decays = [0.0 if self.wd_after_momentum else decay] * len(entries)
+        dispatch.kernels(device).sgd_(
+            [as_view(data) for _, data, _ in entries], [as_view(grad) for *_, grad in entries], buffers, masters, lr, momentum,
+            float(group["dampening"]), bool(group["nesterov"]), decays, 1 if first else 2, None, None, arrays.current_stream(device))
+        for param, *_ in entries:
+            increment_version(param)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with momentum kept in float32, not in the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for param, index in zip(params, indices, strict=True):
+            given = state_dict["state"].get(index, {}).get("momentum_buffer")
+            if given is not None:
+                self.state[param]["momentum_buffer"] = given.to(device=param.device, dtype=torch.float32).clone()

@@ -1,0 +1,145 @@
+"""``make_graphed_callables``: modules whose forward and backward are replayed as CUDA graphs, FP8 state included.
+
+torch captures and replays. A graph reads scales and accumulates amaxes where they lie; the update of the scales is left out of it and made
+after each replay as it is without a graph, so that modules inside and outside of graphs are updated together, by one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.autocast import current, touch_forward
+from fp8kit.errors import BackendError, Fp8kitError, RecipeError, expected
+from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit_torch.arguments import only
+from fp8kit_torch.autocast import autocast
+from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.state import ScalingState, finish_backward, held
+
+Forward = Callable[..., Any]
+
+
+def make_graphed_callables(
+    modules: nn.Module | tuple[nn.Module, ...], sample_args: tuple[Any, ...], num_warmup_iters: int = 3,
+    allow_unused_input: bool = False, sample_kwargs: Any = None, fp8_enabled: bool | None = None, fp8_calibrating: bool | None = None,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: object = None, fp8_weight_caching: bool | None = None, enabled: bool | None = None, calibrating: bool | None = None,
+    recipe: Recipe | None = None, amax_reduction_group: object = None, cache_quantized_params: bool | None = None, pool: Any = None,
+    **other: Any,
+) -> Any:
+    """The same modules, whose forward from now on replays a graph captured with ``sample_args``; a tuple for a tuple.
+
+    * ``modules``: on a CUDA device, without hooks, called with positional tensors of the sample's shapes. In the other mode (training or
+      evaluation) than at the capture they run as they did.
+    * ``sample_args``: tensors for the module, or a tuple of such tuples. ``sample_kwargs``: None only.
+    * ``num_warmup_iters``, ``allow_unused_input``, ``pool``: torch's.
+    * ``enabled``, ``calibrating``, ``recipe``: the autocast that is captured; ``fp8_enabled`` and so on are their
+      deprecated names. Call a graphed module within an autocast of the same recipe; outside of any, its scales are updated at once.
+    * ``amax_reduction_group``, ``cache_quantized_params``, their deprecated names, and ``other``: at their defaults only.
+
+    Capture changes no parameter, gradient or FP8 state. Do not change the recipe's history length, or move or convert the modules,
+    afterwards: a graph reads memory by address. BackendError without a CUDA device.
+    """
+    op = "make_graphed_callables"
+    neutral = {"sample_kwargs": (sample_kwargs, None), "amax_reduction_group": (amax_reduction_group, None), "fp8_group": (fp8_group, None),
+               "cache_quantized_params": (bool(cache_quantized_params), False), "fp8_weight_caching": (bool(fp8_weight_caching), False)}
+    only(op, neutral | {name: (value, _OTHER.get(name, _UNKNOWN)) for name, value in other.items()})
+    given = modules if isinstance(modules, tuple) else (modules,)
+    samples = sample_args if isinstance(modules, tuple) else (sample_args,)
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise Fp8kitError(expected(op, "modules", type(module).__name__, "torch.nn.Modules"))
+    if not torch.cuda.is_available():
+        raise BackendError(expected(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs"))
+    on = _either(op, "enabled", enabled, fp8_enabled) or False
+    watching = _either(op, "calibrating", calibrating, fp8_calibrating) or False
+    found = _either(op, "recipe", recipe, fp8_recipe) or DelayedScaling()
+    layers = [_layers(module) for module in given]
+    # a capture must not find that a state is not there yet, or not as long as it should be
+    if found.delayed() and (on or watching):
+        for layer in (layer for part in layers for layer in part):
+            layer.prepare(found.amax_history_len)  # type: ignore[attr-defined]
+    with _unchanged(layers), held(), autocast(on, watching, found):
+        torch.cuda.make_graphed_callables(given, samples, num_warmup_iters, allow_unused_input, pool)
+    if found.delayed() and (on or watching):
+        for module, own in zip(given, layers, strict=True):
+            if own:
+                module.forward = _updating(module, module.forward, own, found)  # type: ignore[method-assign]
+    return modules
+
+
+_UNKNOWN = object()
+_OTHER: dict[str, Any] = {
+    "_order": None, "_num_layers_per_chunk": None, "retain_graph_in_backward": False, "_reuse_graph_input_output_buffers": False,
+    "clone_param_grads_on_return": True, "pre_warmup_hook": None, "post_warmup_hook": None, "capture_time_hooks": None,
+}
+
+
+def _either(op: str, name: str, value: Any, old: Any) -> Any:
+    """An argument that has a deprecated name as well."""
+    if value is not None and old is not None:
+        raise RecipeError(expected(op, f"fp8_{name}", old, f"None beside {name}"))
+    return old if value is None else value
+
+
+def _layers(module: nn.Module) -> list[TransformerEngineBaseModule]:
+    return [layer for layer in module.modules() if isinstance(layer, TransformerEngineBaseModule)]
+
+
+@contextmanager
+def _unchanged(layers: Sequence[Sequence[TransformerEngineBaseModule]]) -> Iterator[None]:
+    """Whatever runs within leaves the layers' FP8 state as it is, in its memory."""
+    states = {id(state): state for own in layers for layer in own for state in layer.fp8_meta.values()}
+    before = {key: [part.clone() for part in state.parts] for key, state in states.items()}
+    try:
+        yield
+    finally:
+        for key, state in states.items():
+            for part, value in zip(state.parts, before[key], strict=True):
+                part.copy_(value)
+
+
+class _Finish(torch.autograd.Function):
+    """The identity; in backward the states are named for the update at the end of the pass."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, states: Sequence[ScalingState], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recipe, ctx.states = recipe, states
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        for state in ctx.states:
+            finish_backward(ctx.recipe, state)
+        return (None, None, *grads)
+
+
+def _updating(module: nn.Module, graphed: Forward, layers: list[TransformerEngineBaseModule], recipe: Recipe) -> Forward:
+    """``graphed``, and what a layer does about its state when it runs."""
+    captured = module.training
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = graphed(*args, **kwargs)
+        if module.training != captured:
+            return out
+        states = [layer.fp8_meta["scaling_fwd"] for layer in layers]
+        scope = current()
+        if scope is None or not (scope.enabled or scope.calibrating):
+            ScalingState.commit_forward(recipe, states)
+        elif scope.recipe != recipe:
+            raise RecipeError(expected("make_graphed_callables", "recipe", scope.recipe, f"{recipe}, as captured"))
+        else:
+            for state in states:
+                touch_forward(state, recipe, captured)
+        if not torch.is_grad_enabled():
+            return out
+        flat = (out,) if isinstance(out, Tensor) else tuple(out)
+        ended = _Finish.apply(recipe, [layer.fp8_meta["scaling_bwd"] for layer in layers], *flat)
+        return ended[0] if isinstance(out, Tensor) else type(out)(ended)
+
+    return forward

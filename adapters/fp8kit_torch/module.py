@@ -1,0 +1,377 @@
+"""What the torch modules share: parameters, the autocast, FP8 state and its way through ``state_dict``, and cached FP8 weights.
+
+A layer is one operation. With delayed scaling it reads scales from the layer's state and accumulates amaxes into row 0 of its history.
+The states are updated when the outermost autocast ends (forward) and when the backward pass ends (backward).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp8kit.arrays import ArrayView
+from fp8kit.autocast import AutocastState, current, touch_forward
+from fp8kit.backends.policy import get_policy
+from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.formats import HIGH_PRECISION
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.recipe import Recipe
+from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
+from fp8kit_torch import extra_state, recompute
+from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
+from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
+from fp8kit_torch.ops import FORWARD, NEITHER
+from fp8kit_torch.plans import Call, amax_views, call, scale_views
+from fp8kit_torch.specs import fp8_text, layer_spec, layer_text, products
+from fp8kit_torch.state import FIELDS, ScalingState, moved
+from fp8kit_torch.texts import encode
+from fp8kit_torch.views import as_view, kind_of
+
+Init = Callable[[Tensor], Any]
+Inputs = dict[str, Tensor | None]
+_MODULES: weakref.WeakSet[TransformerEngineBaseModule] = weakref.WeakSet()
+
+
+def default_device() -> torch.device:
+    """Where ``device=None`` puts parameters: torch's default device where one is set, else CUDA where it is usable, else the CPU."""
+    device = torch.get_default_device()
+    return torch.device("cuda") if device.type == "cpu" and torch.cuda.is_available() else device
+
+
+def normal_init(tensor: Tensor) -> None:
+    """Transformer Engine's default for weights: normal with mean 0 and standard deviation 0.023."""
+    torch.nn.init.normal_(tensor, 0.0, 0.023)
+
+
+class ParameterModule(torch.nn.Module):
+    """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after ``device="meta"``, say)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inits: dict[str, Init] = {}
+        get_policy()  # read now, not within a compiled function
+
+    def add_parameter(self, name: str, shape: tuple[int, ...], init: Init, dtype: torch.dtype | None, device: Any) -> None:
+        """A parameter of ``shape``, filled by ``init`` in place. FormatError for a dtype that the operations do not have."""
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if kind_of(dtype) not in HIGH_PRECISION:
+            names = ", ".join(kind.name for kind in HIGH_PRECISION)
+            raise Fp8kitError(expected(type(self).__name__, "params_dtype", dtype, f"one of {names}"))
+        where = default_device() if device is None else torch.device(device)
+        self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
+        self._inits[name] = init
+        if where.type != "meta":
+            with torch.no_grad():
+                init(self._parameters[name])  # type: ignore[arg-type]
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does nothing."""
+        if defer_init:
+            return
+        for name, init in self._inits.items():
+            old = self._parameters[name]
+            assert old is not None
+            if old.is_meta:
+                device = default_device()
+                fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)
+                self._parameters[name] = Parameter(fresh, old.requires_grad)
+            with torch.no_grad():
+                init(self._parameters[name])  # type: ignore[arg-type]
+
+
+class TransformerEngineBaseModule(ParameterModule):
+    """Base of layers whose GEMMs run in FP8 under ``autocast``.
+
+    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed scaling. Forward slots per GEMM:
+    input, weight, output; backward: grad_output, grad_input. A subclass names its operation and its GEMMs (prefixes of the operation's
+    names), says its spec in high precision (``set_spec``), and gives ``weight_inputs`` and ``calibrate``.
+    """
+
+    operation: str
+    fuse_wgrad_accumulation = False
+    gemms: tuple[str, ...] = ("",)
+    calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, ScalingState] = {}
+        self._forget()
+        _MODULES.add(self)
+
+    def set_spec(self, spec: Any) -> None:
+        """The operation's spec in high precision; recipes and call options vary it."""
+        self._spec, self._spec_text = spec, encode(spec)
+
+    def _forget(self) -> None:
+        """Drop what is derived from the rest."""
+        self._calls: dict[Any, tuple[Call, Any]] = {}
+        self._wired: tuple[Recipe, bool, Wiring] | None = None
+        self._fp8: tuple[Recipe, Fp8] | None = None
+        self._weights: tuple[str, dict[str, Tensor]] | None = None
+
+    # --- what a subclass gives ----------------------------------------------------------------------------------------
+
+    def weight_inputs(self) -> dict[str, Tensor]:
+        """The weights by their name in the operation."""
+        raise NotImplementedError
+
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
+        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass."""
+        raise NotImplementedError
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any) -> dict[str, Tensor]:
+        """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``options``:
+        further fields of the spec."""
+        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        dtype = autocast_dtype(tensors["x"])
+        if dtype is not None:
+            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        state = current()
+        off = state is None or not (state.enabled or state.calibrating)
+        if torch.compiler.is_compiling():
+            if self.fuse_wgrad_accumulation:
+                raise NotImplementedError("fp8kit_torch: fuse_wgrad_accumulation is not supported within torch.compile")
+            return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
+        fused = self._fused(is_first_microbatch) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
+        if off:
+            return apply(self._call(None, False, bias, options, tensors), list(tensors.values()), fused=fused)
+        return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused)  # type: ignore[arg-type]
+
+    def _fused(self, first: bool | None) -> Fused:
+        """The weights whose gradient goes into ``main_grad``. Fp8kitError where one has none."""
+        weights = self.weight_inputs()
+        for name, weight in weights.items():
+            main = getattr(weight, "main_grad", None)
+            if not isinstance(main, torch.Tensor) or main.shape != weight.shape or main.device != weight.device:
+                wanted = f"a tensor of shape {tuple(weight.shape)} on {weight.device}, with fuse_wgrad_accumulation"
+                raise Fp8kitError(expected(type(self).__name__, f"{name}.main_grad", "no such tensor", wanted))
+        return Fused(weights, first is True)
+
+    def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
+                 fused: Fused | None) -> dict[str, Tensor]:
+        recipe, kept = state.recipe, recompute.recall(self)
+        training = torch.is_grad_enabled() or recompute.first()
+        delayed, record = recipe.delayed(), training or state.calibrating
+        wiring = self.wiring(recipe, training, record, kept) if delayed else NO_STATE
+        cached = None
+        if first is not None and state.enabled:
+            if not isinstance(first, bool):
+                raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
+            cached = self._cached(self._fp8_of(recipe), first, bias, tensors, wiring) if kept is None else kept.weights
+        if kept is None:
+            recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
+        if not state.enabled:
+            given = options | self.calibration_options
+            outputs = apply(self._call(None, False, bias, given, tensors), list(tensors.values()), fused=fused)
+            if delayed and record and kept is None:
+                row = self.fp8_meta["scaling_fwd"].amax_history[0]
+                with torch.no_grad():
+                    self.calibrate(tensors, outputs, [as_view(row[slot : slot + 1]) for slot in range(row.shape[0])])
+            return outputs
+        tensors = tensors | (cached or {})
+        call = self._call(self._fp8_of(recipe), cached is not None, bias, options, tensors, delayed)
+        return apply(call, list(tensors.values()), wiring, fused)
+
+    def wiring(self, recipe: Recipe, training: bool, record: bool, kept: recompute.Kept | None) -> Wiring:
+        """How this call hangs on the state of delayed scaling, which is touched where amaxes are recorded: not in a pass that is done
+        again, which has the scales of the first one (``kept``)."""
+        found, forward = self._wire(recipe, record), self.fp8_meta["scaling_fwd"]
+        if kept is not None:
+            assert kept.scale is not None
+            ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
+            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scale, forward.device), front=None, ticket=ticket)
+        if record:
+            forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
+            touch_forward(forward, recipe, training)
+        return found
+
+    def _fp8_of(self, recipe: Recipe) -> Fp8:
+        known = self._fp8
+        if known is None or known[0] is not recipe:
+            self._fp8 = known = (recipe, fp8_from_recipe(recipe))
+        return known[1]
+
+    def _call(self, fp8: Fp8 | None, cached: bool, bias: str, options: dict[str, Any], tensors: dict[str, Tensor],
+              scaled: bool = False) -> Call:
+        """The call for this request; found by what may differ from one to the next."""
+        key = (id(fp8), cached, bias, *options.items(), *tensors)
+        found = self._calls.get(key)
+        if found is None:
+            spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()))
+            made = call(self.operation, spec, tuple(tensors), self.gemms if fp8 is not None else (), scaled)
+            found = self._calls[key] = (made, fp8)  # fp8 is held, so that its id stays its own
+        return found[0]
+
+    # --- delayed scaling ----------------------------------------------------------------------------------------------
+
+    def prepare(self, history_len: int, resize: bool = True) -> None:
+        """Make the FP8 state where there is none, and give its history that length."""
+        weight = next(iter(self.weight_inputs().values()))
+        for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
+            state = self.fp8_meta.get(name)
+            if state is None:
+                self.fp8_meta[name] = ScalingState(slots * len(self.gemms), history_len, weight.device)
+            elif resize and state.history_len != history_len:
+                state.resize(history_len)
+                self._wired = None
+
+    def _wire(self, recipe: Recipe, record: bool) -> Wiring:
+        """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the recipe's length."""
+        known = self._wired
+        length = recipe.amax_history_len  # type: ignore[attr-defined]
+        same = known is not None and known[1] is record and (known[0] is recipe or known[0] == recipe)
+        if known is not None and same and (not record or self.fp8_meta["scaling_fwd"].amax_history.shape[0] == length):
+            return known[2]
+        self.prepare(length, record)
+        forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        place = forward.device
+        front, back = products(self.gemms)
+        wiring = Wiring(scale_views(front, forward.scale, place), None, scale_views(back, backward.scale, place))
+        if record:
+            wiring = wiring._replace(
+                front=amax_views(front, forward.amax_history, place), back=amax_views(back, backward.amax_history, place),
+                ticket=(recipe, backward, None),
+            )
+        self._wired = (recipe, record, wiring)
+        return wiring
+
+    # --- the weight cache ---------------------------------------------------------------------------------------------
+
+    def _cached(self, fp8: Fp8, first: bool, bias: str, tensors: dict[str, Tensor], wiring: Wiring) -> dict[str, Tensor]:
+        """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else those of the first one."""
+        text = encode(fp8)
+        if first or self._weights is None or self._weights[0] != text:
+            made: dict[str, Tensor] = {}
+            with torch.no_grad():
+                for i, prefix in enumerate(self.gemms):
+                    own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
+                    spec = LinearSpec(layer_products(layer_spec(self._spec, fp8, False, bias, ()))[i])
+                    made |= apply(call("weight_cast", spec, tuple(own), (prefix,), wiring is not NO_STATE), list(own.values()),
+                                  _of(wiring, prefix))
+            self._weights = (text, made)
+        return self._weights[1]
+
+    # --- within torch.compile -----------------------------------------------------------------------------------------
+
+    def _trace(self, tensors: dict[str, Tensor], state: AutocastState | None, first: bool | None, bias: str, options: dict[str, Any]
+               ) -> dict[str, Tensor]:
+        """``run`` in a way that ``torch.compile`` can follow: the same operations as torch ops, the state's changes beside them."""
+        if state is None:
+            spec = layer_text(self._spec_text, (), False, bias, tuple(options.items()))
+            return trace(self.operation, spec, tuple(tensors), list(tensors.values()))
+        if not state.enabled:
+            raise NotImplementedError("fp8kit_torch: autocast(enabled=False, calibrating=True) is not supported within torch.compile")
+        recipe = state.recipe
+        parts, record = recipe_parts(recipe), torch.is_grad_enabled() or state.calibrating
+        traced = None
+        if recipe.delayed():
+            if not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None:
+                raise NotImplementedError("fp8kit_torch: a recipe with callables is not supported within torch.compile")
+            prepare_all(recipe.amax_history_len)
+            forward, backward, text = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"], recipe_text(recipe)
+            when = FORWARD
+            if record and touch_traced(forward, text):
+                when = NEITHER
+            traced = Traced(forward, backward, text, record, when)
+        if first is not None:
+            tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
+        spec = layer_text(self._spec_text, parts, first is not None, bias, tuple(options.items()))
+        return trace(self.operation, spec, tuple(tensors), list(tensors.values()), self.gemms, traced)
+
+    def _trace_cached(self, parts: tuple[Any, ...], first: bool, bias: str, tensors: dict[str, Tensor], traced: Traced | None
+                      ) -> dict[str, Tensor]:
+        text = fp8_text(parts)
+        if first or self._weights is None or self._weights[0] != text:
+            made: dict[str, Tensor] = {}
+            with torch.no_grad():
+                for i, prefix in enumerate(self.gemms):
+                    own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
+                    spec = layer_text(self._spec_text, parts, False, bias, (), i)
+                    made.update(trace("weight_cast", spec, tuple(own), list(own.values()), (prefix,), traced, i))
+            self._weights = (text, made)
+        return self._weights[1]
+
+    # --- moving, saving, loading --------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.fp8_meta = moved(self.fp8_meta, fn)
+        self._forget()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
+        return self.__dict__ | {"_calls": {}, "_wired": None, "_fp8": None, "_weights": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _MODULES.add(self)
+
+    def get_extra_state(self) -> Tensor:
+        """The FP8 state as uint8 (n,) on the CPU, see ``extra_state``; (0,) before the first step with delayed scaling."""
+        parts = {f"{name}.{field}": part for name, state in self.fp8_meta.items() for field, part in zip(FIELDS, state.parts, strict=True)}
+        return extra_state.pack(parts)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over what ``get_extra_state`` gave. CheckpointError where it does not fit, with nothing changed."""
+        parts = extra_state.unpack(state)
+        checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
+        device = next(iter(self.weight_inputs().values())).device
+        device = torch.device("cpu") if device.type == "meta" else device
+        self.fp8_meta = {name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS]) for name in checked}
+        self._forget()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+                              unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if f"{prefix}_extra_state" in missing_keys:  # weights of a model that was never in FP8
+            missing_keys.remove(f"{prefix}_extra_state")
+        self._weights = None
+
+
+def layer_products(spec: Any) -> list[ProductSpec]:
+    """The products of a layer's spec, in order."""
+    return [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
+
+
+def _of(wiring: Wiring, prefix: str) -> Wiring:
+    """The part of a wiring that one weight's cast reads and writes."""
+    if wiring is NO_STATE:
+        return wiring
+    scales = {f"{prefix}{operand}_scale": wiring.scales[f"{prefix}{operand}_scale"] for operand in "xw"}
+    front = None if wiring.front is None else {f"{prefix}w_amax": wiring.front[f"{prefix}w_amax"]}
+    return Wiring(scales, front)
+
+
+@torch.compiler.assume_constant_result
+def prepare_all(history_len: int) -> int:
+    """Before a compiled function reads FP8 state: every live module has one, its history as long as the recipe says. All of them at once,
+    so that layers that share their compiled code do not each ask for another compilation."""
+    for module in list(_MODULES):
+        if not next(iter(module.weight_inputs().values())).is_meta:
+            module.prepare(history_len)
+    return history_len
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
+
+
+def want_input(operation: str, argument: str, value: Any, features: int) -> Tensor:
+    """A tensor whose last dimension is ``features``. Fp8kitError kinds otherwise."""
+    if not isinstance(value, torch.Tensor):
+        raise Fp8kitError(expected(operation, argument, type(value).__name__, "a torch.Tensor"))
+    if value.ndim < 1 or value.shape[-1] != features:
+        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
+    return value

@@ -1,0 +1,269 @@
+"""Mixture of experts: tokens sorted by expert, and back.
+
+A permuted row comes from one token, for one expert: ``row_id_map`` says which. It is an int32 (rows, 2) of (token, slot), where slot is the
+column of the routing map (an expert for a mask, the k-th choice for indices), and (-1, -1) for a row that no token fills. Sums over a
+token's rows are made in float32 in a fixed order and rounded once, in both directions. Nothing waits for the device unless it says so.
+Names and arguments are Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import FormatError, ShapeError, expected
+
+
+def moe_permute(
+    inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
+) -> tuple[Tensor, Tensor]:
+    """(rows sorted by expert, row_id_map). Within an expert, rows keep the order of their tokens.
+
+    * ``inp``: floating (tokens, hidden). ``routing_map``: "mask": bool or integer (tokens, experts), not 0 where the token goes to the
+      expert; "index": integer (tokens, topk), numbers of experts, -1 for none.
+    * ``num_out_tokens``: number of rows of the result; rows beyond what is routed are 0, routed ones beyond it are dropped. Needed for a
+      mask; 0 or less means tokens * topk for indices.
+    * ``max_token_num``: a hint for a workspace that is not needed here.
+
+    Raises ShapeError and FormatError.
+    """
+    _check("moe_permute", inp, routing_map)
+    if map_type == "mask":
+        row_id_map = _map_of_mask("moe_permute", routing_map, num_out_tokens)
+    elif map_type == "index":
+        row_id_map = _map_of_index(routing_map, num_out_tokens)
+    else:
+        raise FormatError(expected("moe_permute", "map_type", repr(map_type), '"mask" or "index"'))
+    return _Permute.apply(inp, row_id_map), row_id_map
+
+
+def moe_permute_with_probs(inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows sorted by expert, each row's probability, row_id_map), as ``moe_permute`` with a mask.
+
+    ``probs``: floating (tokens, experts); the second result is of its dtype, (num_out_tokens,), 0 in rows that no token fills.
+    """
+    _check("moe_permute_with_probs", inp, routing_map, probs)
+    row_id_map = _map_of_mask("moe_permute_with_probs", routing_map, num_out_tokens)
+    return _Permute.apply(inp, row_id_map), _weights(probs, row_id_map), row_id_map
+
+
+def moe_permute_and_pad_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(rows, probabilities, row_id_map, pad_offsets, padded_tokens_per_expert): each expert's rows are filled up with zeros to a multiple
+    of ``align_size``.
+
+    ``tokens_per_expert``: integer (experts,), the mask's column sums; it is read on the host. ``row_id_map`` does not know of the padding:
+    ``moe_unpermute`` takes it together with ``pad_offsets``, int64 (experts,), the rows of padding before each expert.
+    """
+    _check("moe_permute_and_pad_with_probs", inp, routing_map, probs)
+    if tokens_per_expert.shape != routing_map.shape[1:]:
+        got = tuple(tokens_per_expert.shape)
+        raise ShapeError(expected("moe_permute_and_pad_with_probs", "tokens_per_expert", got, f"({routing_map.size(1)},)"))
+    if align_size < 1:
+        raise ShapeError(expected("moe_permute_and_pad_with_probs", "align_size", align_size, "at least 1"))
+    counts = tokens_per_expert.to(device=inp.device, dtype=torch.int64)
+    padded = (counts + align_size - 1) // align_size * align_size
+    fill = padded - counts
+    pad_offsets = fill.cumsum(0) - fill
+    filled, rows = torch.stack((counts.sum(), padded.sum())).tolist()
+    row_id_map = _map_of_mask("moe_permute_and_pad_with_probs", routing_map, filled)
+    whole = _padded(row_id_map, pad_offsets, rows)
+    return _Permute.apply(inp, whole), _weights(probs, whole), row_id_map, pad_offsets, padded
+
+
+def moe_unpermute(
+    inp: Tensor, row_id_map: Tensor, merging_probs: Tensor | None = None, restore_shape: torch.Size | tuple[int, ...] | None = None,
+    map_type: str = "mask", probs: Tensor | None = None, pad_offsets: Tensor | None = None,
+) -> Tensor:
+    """The sum of each token's rows, times their probabilities where those are given: (tokens, hidden) of ``inp``'s dtype.
+
+    * ``inp``: floating (rows, hidden), rows as ``moe_permute`` gave them. ``row_id_map``: what it returned.
+    * ``merging_probs``: floating (tokens, experts) for a mask, (tokens, topk) for indices. ``probs`` is its deprecated name.
+    * ``restore_shape``: (tokens, hidden); needed unless there are as many rows as tokens or ``merging_probs`` tells.
+    * ``pad_offsets``: as ``moe_permute_and_pad_with_probs`` gave them, for rows that it padded.
+
+    Raises ShapeError and FormatError.
+    """
+    op = "moe_unpermute"
+    if map_type not in ("mask", "index"):
+        raise FormatError(expected(op, "map_type", repr(map_type), '"mask" or "index"'))
+    if probs is not None:
+        if merging_probs is not None:
+            raise FormatError(expected(op, "probs", "probs and merging_probs", "one of them"))
+        warnings.warn("moe_unpermute: probs is deprecated, use merging_probs", DeprecationWarning, stacklevel=2)
+        merging_probs = probs
+    if inp.ndim != 2 or not inp.is_floating_point():
+        raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (rows, hidden)"))
+    if row_id_map.ndim != 2 or row_id_map.shape[1:] != (2,) or row_id_map.dtype != torch.int32:
+        got = f"{row_id_map.dtype} {tuple(row_id_map.shape)}"
+        raise ShapeError(expected(op, "row_id_map", got, "what moe_permute returned, int32 (rows, 2)"))
+    if pad_offsets is not None:
+        row_id_map = _padded(row_id_map, pad_offsets, inp.size(0))
+    if row_id_map.size(0) != inp.size(0):
+        raise ShapeError(expected(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map"))
+    tokens = inp.size(0) if merging_probs is None else merging_probs.size(0)
+    if restore_shape is not None:
+        if len(restore_shape) != 2 or restore_shape[1] != inp.size(1) or (merging_probs is not None and restore_shape[0] != tokens):
+            raise ShapeError(expected(op, "restore_shape", tuple(restore_shape), f"(tokens, {inp.size(1)}), tokens as in merging_probs"))
+        tokens = restore_shape[0]
+    return _Unpermute.apply(inp, row_id_map, merging_probs, tokens)
+
+
+def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
+    """``inp`` cut into chunks of ``split_sizes`` rows, put together again in the order ``sorted_index``.
+
+    ``inp``: (rows, hidden); ``split_sizes``: integer (chunks,), adding up to rows; ``sorted_index``: integer (chunks,), a permutation.
+    """
+    return inp.index_select(0, _chunk_rows("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``moe_sort_chunks_by_index`` of ``inp`` and of ``probs``, floating (rows,)."""
+    rows = _chunk_rows("moe_sort_chunks_by_index_with_probs", inp, split_sizes, sorted_index)
+    if probs.shape[:1] != inp.shape[:1]:
+        raise ShapeError(expected("moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)"))
+    return inp.index_select(0, rows), probs.index_select(0, rows)
+
+
+# --- maps ---------------------------------------------------------------------------------------------------------------
+
+
+def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = None) -> None:
+    if inp.ndim != 2 or not inp.is_floating_point():
+        raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (tokens, hidden)"))
+    if routing_map.ndim != 2 or routing_map.size(0) != inp.size(0) or routing_map.is_floating_point():
+        got = f"{routing_map.dtype} {tuple(routing_map.shape)}"
+        raise ShapeError(expected(op, "routing_map", got, f"bool or integer ({inp.size(0)}, experts or topk)"))
+    if probs is not None and (probs.shape != routing_map.shape or not probs.is_floating_point()):
+        got = f"{probs.dtype} {tuple(probs.shape)}"
+        raise ShapeError(expected(op, "probs", got, f"floating {tuple(routing_map.shape)}"))
+
+
+def _map_of_mask(op: str, mask: Tensor, rows: int) -> Tensor:
+    """The map of a mask (tokens, experts), expert after expert."""
+    if not isinstance(rows, int) or rows < 0:
+        raise ShapeError(expected(op, "num_out_tokens", rows, "an int >= 0: the number of rows"))
+    tokens, experts = mask.shape
+    taken = (mask != 0).t().reshape(-1)
+    place = taken.cumsum(0) - 1
+    place = torch.where(taken & (place < rows), place, rows)  # what has no row goes to one beyond the last
+    numbers = torch.arange(experts * tokens, device=mask.device)
+    source = torch.full((rows + 1,), -1, dtype=torch.int64, device=mask.device).scatter_(0, place, numbers)[:rows]
+    return _pair(source % max(tokens, 1), source // max(tokens, 1), source >= 0)
+
+
+def _map_of_index(index: Tensor, rows: int) -> Tensor:
+    """The map of indices (tokens, topk), expert after expert."""
+    flat = index.reshape(-1).to(torch.int64)
+    key = torch.where(flat < 0, torch.iinfo(torch.int64).max, flat)
+    order = torch.sort(key, stable=True).indices
+    if 0 < rows < order.numel():
+        order = order[:rows]
+    topk = max(index.size(1), 1)
+    found = _pair(order // topk, order % topk, flat[order] >= 0)
+    missing = max(rows - order.numel(), 0)
+    return torch.cat((found, found.new_full((missing, 2), -1))) if missing else found
+
+
+def _pair(token: Tensor, slot: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid[:, None], torch.stack((token, slot), 1), -1).to(torch.int32)
+
+
+def _padded(row_id_map: Tensor, pad_offsets: Tensor, rows: int) -> Tensor:
+    """The map of ``rows`` padded rows: an expert's rows move down by the padding before it."""
+    token, expert = row_id_map.to(torch.int64).unbind(1)
+    place = torch.arange(token.numel(), device=token.device) + pad_offsets[expert.clamp(min=0)]
+    place = torch.where(token >= 0, place, rows)
+    return row_id_map.new_full((rows + 1, 2), -1).index_copy_(0, place, row_id_map)[:rows]
+
+
+def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
+    """The row of ``inp`` that each row of the result is."""
+    if split_sizes.ndim != 1 or sorted_index.shape != split_sizes.shape:
+        wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
+        raise ShapeError(expected(op, "sorted_index", tuple(sorted_index.shape), wanted))
+    if split_sizes.device.type == "cpu" and int(split_sizes.sum()) != inp.size(0):
+        raise ShapeError(expected(op, "split_sizes", f"{int(split_sizes.sum())} rows together", f"{inp.size(0)}, the rows of inp"))
+    sizes, order = (t.to(device=inp.device, dtype=torch.int64) for t in (split_sizes, sorted_index))
+    starts, sorted_sizes = (sizes.cumsum(0) - sizes)[order], sizes[order]
+    moved = starts - (sorted_sizes.cumsum(0) - sorted_sizes)
+    rows = inp.size(0)
+    return torch.arange(rows, device=inp.device) + torch.repeat_interleave(moved, sorted_sizes, output_size=rows)
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+
+def _gather(x: Tensor, row_id_map: Tensor) -> Tensor:
+    """Each row's token, 0 where there is none."""
+    token = row_id_map[:, 0]
+    if x.size(0) == 0:
+        return x.new_zeros(token.numel(), x.size(1))
+    return x.index_select(0, token.clamp(min=0)).masked_fill_((token < 0)[:, None], 0)
+
+
+def _weights(probs: Tensor, row_id_map: Tensor) -> Tensor:
+    """Each row's probability, 0 where there is none. Differentiable by torch: a probability belongs to one row at most."""
+    token, slot = row_id_map.to(torch.int64).unbind(1)
+    flat = probs.reshape(-1)
+    if flat.numel() == 0:
+        return flat.new_zeros(token.numel())
+    return torch.where(token >= 0, flat[(token * probs.size(1) + slot).clamp(min=0)], 0)
+
+
+def _sum(rows: Tensor, row_id_map: Tensor, tokens: int) -> Tensor:
+    """float32 (tokens, hidden): the sum of each token's float32 rows, in their order."""
+    token = row_id_map[:, 0].to(torch.int64)
+    token = torch.where(token >= 0, token, tokens)
+    out = rows.new_zeros(tokens + 1, rows.size(1))
+    # the deterministic one of torch's two ways on each device: CUDA's index_put_ sorts, the CPU's index_add_ goes row by row
+    summed = out.index_put_((token,), rows, accumulate=True) if rows.is_cuda else out.index_add_(0, token, rows)
+    return summed[:tokens]
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, row_id_map: Tensor) -> Tensor:
+        ctx.save_for_backward(row_id_map)
+        ctx.tokens = inp.size(0)
+        ctx.mark_non_differentiable(row_id_map)
+        return _gather(inp, row_id_map)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (row_id_map,) = ctx.saved_tensors
+        return _sum(grad.float(), row_id_map, ctx.tokens).to(grad.dtype), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, row_id_map: Tensor, probs: Tensor | None, tokens: int) -> Tensor:
+        rows = inp.float()
+        if probs is None:
+            ctx.save_for_backward(row_id_map)
+        else:
+            ctx.save_for_backward(row_id_map, inp, probs)
+            rows = rows * _weights(probs, row_id_map)[:, None]
+        return _sum(rows, row_id_map, tokens).to(inp.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:  # type: ignore[override]
+        row_id_map, *rest = ctx.saved_tensors
+        drows = _gather(grad, row_id_map)
+        if not rest:
+            return drows, None, None, None
+        inp, probs = rest
+        dprobs = None
+        if ctx.needs_input_grad[2]:
+            each = (inp.float() * drows.float()).sum(1)
+            token, slot = row_id_map.to(torch.int64).unbind(1)
+            place = torch.where(token >= 0, token * probs.size(1) + slot, probs.numel())
+            dprobs = each.new_zeros(probs.numel() + 1).scatter_(0, place, each)[:-1].view_as(probs).to(probs.dtype)
+        weights = _weights(probs, row_id_map)[:, None]
+        return (drows.float() * weights).to(grad.dtype), None, dprobs, None

@@ -1,0 +1,72 @@
+"""``LayerNorm`` and ``RMSNorm``, and the norm parameters that fused layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit.ops.norm import NormSpec
+from fp8kit_torch.apply import run
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
+from fp8kit_torch.module import ParameterModule, autocast_dtype, want_input
+from fp8kit_torch.texts import encode
+
+
+def add_norm(module: ParameterModule, prefix: str, spec: NormSpec, dtype: torch.dtype | None, device: Any) -> None:
+    """Parameters ``{prefix}weight`` and ``{prefix}bias``: gamma starts at 1 (stored as 0 with zero_centered_gamma), beta at 0; RMSNorm has
+    no bias."""
+    start = torch.nn.init.zeros_ if spec.zero_centered_gamma else torch.nn.init.ones_
+    module.add_parameter(f"{prefix}weight", (spec.features,), start, dtype, device)
+    if spec.centered:
+        module.add_parameter(f"{prefix}bias", (spec.features,), torch.nn.init.zeros_, dtype, device)
+    else:
+        module.register_parameter(f"{prefix}bias", None)
+
+
+class _Norm(ParameterModule):
+    normalization = ""
+
+    def __init__(self, normalized_shape: int | Sequence[int] | None = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
+                 params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None,
+                 device: Any = None, **other: Any) -> None:
+        super().__init__()
+        operation = type(self).__name__
+        refuse(operation, CONSTRUCTOR[self.normalization], {"sequence_parallel": sequence_parallel, **other})
+        if (normalized_shape is None) == (hidden_size is None):
+            raise Fp8kitError(expected(operation, "normalized_shape", normalized_shape, "exactly one of normalized_shape and hidden_size"))
+        given: Any = hidden_size if normalized_shape is None else normalized_shape
+        shape = (given,) if isinstance(given, int) else tuple(given)
+        if len(shape) != 1:
+            raise NotImplementedError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
+        positive(operation, normalized_shape=shape[0])
+        self._spec = NormSpec(shape[0], self.normalization, float(eps), bool(zero_centered_gamma))
+        self._spec_text = encode(self._spec)
+        add_norm(self, "", self._spec, params_dtype, device)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
+        x = want_input(type(self).__name__, "inp", inp, self._spec.features)
+        weight, bias = self.weight, self.bias
+        if weight.dtype != x.dtype and autocast_dtype(x) is not None:
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        spec = self._spec_text if torch.compiler.is_compiling() else self._spec
+        return run("norm", spec, {"x": x, "norm_weight": weight, "norm_bias": bias})["y"]
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016).
+
+    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters ``weight``, ``bias`` (N,).
+    """
+
+    normalization = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Arguments as ``LayerNorm``; no bias."""
+
+    normalization = "RMSNorm"

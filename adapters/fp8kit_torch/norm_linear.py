@@ -1,0 +1,74 @@
+"""``LayerNormLinear``: y = norm(x) W^T + b in one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.arrays import ArrayView
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm_linear import NormLinearSpec
+from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse
+from fp8kit_torch.calibration import amax_of
+from fp8kit_torch.linear import LinearBase
+from fp8kit_torch.module import Init, Inputs, want_input
+from fp8kit_torch.norm import add_norm
+
+
+class LayerNormLinear(LinearBase):
+    """y = norm(x) W^T + b; under ``autocast`` the normalisation writes FP8 itself.
+
+    ``normalization``: "LayerNorm" or "RMSNorm"; ``eps``, ``zero_centered_gamma`` as there. ``return_layernorm_output``: also return
+    norm(x). Other arguments as ``Linear``. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (K,), ``weight`` (N, K), ``bias``
+    (N,) or their ``parameters_split`` names.
+    """
+
+    operation = "norm_linear"
+    calibration_options = {"return_norm": True}  # noqa: RUF012
+
+    def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
+                 fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None,
+                 init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", return_bias: bool = False,
+                 params_dtype: torch.dtype | None = None, parallel_mode: str | None = None, return_layernorm_output: bool = False,
+                 return_layernorm_output_gathered: bool = False, parameters_split: Any = None, zero_centered_gamma: bool = False,
+                 device: Any = None, *, name: str | None = None, **other: Any) -> None:
+        super().__init__()
+        refuse("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], {
+            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "parallel_mode": parallel_mode, "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
+        })  # fmt: skip
+        positive("LayerNormLinear", in_features=in_features)
+        norm = NormSpec(in_features, normalization, float(eps), bool(zero_centered_gamma))
+        self.return_layernorm_output = bool(return_layernorm_output)
+        add_norm(self, "layer_norm_", norm, params_dtype, device)
+        product = self._make(in_features, out_features, bias, return_bias, parameters_split, init_method, params_dtype, device,
+                             fuse_wgrad_accumulation, name)
+        self.set_spec(NormLinearSpec(norm, product))
+
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
+        amax_of(outputs["normed"], amaxes[0])
+        for name in self.weight_inputs():
+            amax_of(inputs[name], amaxes[1])
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
+        """``inp``: h (..., K). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
+        if fp8_output or fp8_grad:
+            only("LayerNormLinear", {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)})
+        x = want_input("LayerNormLinear", "inp", inp, self.in_features)
+        out = self.branch(x, is_first_microbatch, self.bias_mode, return_norm=self.return_layernorm_output)
+        parts: list[Any] = [out["y"]]
+        if self.return_bias:
+            parts.append(self.bias)
+        if self.return_layernorm_output:
+            parts.append(out["normed"])
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
+               return_norm: bool = False) -> dict[str, Tensor]:
+        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for."""
+        inputs: Inputs = {"x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, **self.product_inputs(bias)}
+        return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)

@@ -1,0 +1,104 @@
+"""``LayerNormMLP``: y = act(norm(x) W1^T + b1) W2^T + b2 in one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.arrays import ArrayView
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm_mlp import ACTIVATIONS, NormMLPSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
+from fp8kit_torch.calibration import activated, amax_of
+from fp8kit_torch.module import Init, Inputs, TransformerEngineBaseModule, normal_init, want_input
+from fp8kit_torch.norm import add_norm
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    """y = act(norm(x) W1^T + b1) W2^T + b2.
+
+    * ``hidden_size`` H, ``ffn_hidden_size`` F. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (H,), ``fc1_weight`` (F, H),
+      ``fc1_bias`` (F,), ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with a gated activation fc1 has 2 F rows: the gate's half first.
+    * ``activation``: one of ``fp8kit.ops.norm_mlp.ACTIVATIONS``.
+    * ``init_method``, ``output_layer_init_method``: for fc1's and fc2's weight; None is normal(0, 0.023).
+    * ``return_bias``: fc2's bias is returned, not added. ``return_layernorm_output``: also return norm(x). Others as ``LayerNormLinear``.
+    """
+
+    operation = "norm_mlp"
+    gemms = ("fc1_", "fc2_")
+    calibration_options = {"return_norm": True}  # noqa: RUF012
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,
+                 return_bias: bool = False, get_rng_state_tracker: Any = None, tp_group: Any = None, tp_size: int = 1,
+                 init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
+                 activation_params: Any = None, output_layer_init_method: Init | None = None, fuse_wgrad_accumulation: bool = False,
+                 params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
+                 return_layernorm_output_gathered: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
+                 set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Any = None, *, name: str | None = None,
+                 **other: Any) -> None:
+        super().__init__()
+        op = "LayerNormMLP"
+        # seq_length, micro_batch_size and set_parallel_mode prepare kernels or groups elsewhere: nothing depends on them here
+        refuse(op, CONSTRUCTOR[op], {
+            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "activation_params": activation_params, "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
+        })  # fmt: skip
+        positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        if activation not in ACTIVATIONS:
+            raise Fp8kitError(expected(op, "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
+        self.hidden_size, self.ffn_hidden_size, self.name, self.activation = hidden_size, ffn_hidden_size, name, activation
+        self.use_bias, self.return_bias, self.return_layernorm_output = bool(bias), bool(return_bias), bool(return_layernorm_output)
+        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        norm = NormSpec(hidden_size, normalization, float(eps), bool(zero_centered_gamma))
+        add_norm(self, "layer_norm_", norm, params_dtype, device)
+        rows = ACTIVATIONS[activation] * ffn_hidden_size
+        self.add_parameter("fc1_weight", (rows, hidden_size), init_method or normal_init, params_dtype, device)
+        if bias:
+            self.add_parameter("fc1_bias", (rows,), torch.nn.init.zeros_, params_dtype, device)
+        else:
+            self.register_parameter("fc1_bias", None)
+        self.add_parameter("fc2_weight", (hidden_size, ffn_hidden_size), output_layer_init_method or normal_init, params_dtype, device)
+        if bias:
+            self.add_parameter("fc2_bias", (hidden_size,), torch.nn.init.zeros_, params_dtype, device)
+        else:
+            self.register_parameter("fc2_bias", None)
+        fc1 = ProductSpec(hidden_size, (rows,), bias="deferred" if bias else "none", prefix="fc1_")
+        fc2 = ProductSpec(ffn_hidden_size, (hidden_size,), bias="add" if bias else "none", prefix="fc2_")
+        self.set_spec(NormMLPSpec(norm, fc1, fc2, activation))
+
+    def weight_inputs(self) -> dict[str, Tensor]:
+        return {"fc1_weight0": self.fc1_weight, "fc2_weight0": self.fc2_weight}
+
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
+        """norm(x) is an output; fc2's input is computed once more, its amax taken on the way."""
+        amax_of(outputs["normed"], amaxes[0])
+        amax_of(inputs["fc1_weight0"], amaxes[1])
+        amax_of(inputs["fc2_weight0"], amaxes[4])
+        activated(outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0"), self.ffn_hidden_size, self.activation, amaxes[3])
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
+        bias = "add" if self.use_bias and not self.return_bias else "none"
+        x = want_input("LayerNormMLP", "inp", inp, self.hidden_size)
+        out = self.branch(x, is_first_microbatch, bias, return_norm=self.return_layernorm_output)
+        parts: list[Any] = [out["y"]]
+        if self.return_bias:
+            parts.append(self.fc2_bias)
+        if self.return_layernorm_output:
+            parts.append(out["normed"])
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
+               return_norm: bool = False) -> dict[str, Tensor]:
+        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for; ``bias``: fc2's."""
+        inputs: Inputs = {
+            "x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, "fc1_weight0": self.fc1_weight,
+            "fc1_bias0": self.fc1_bias, "fc2_weight0": self.fc2_weight, "fc2_bias0": None if bias == "none" else self.fc2_bias,
+        }
+        return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)

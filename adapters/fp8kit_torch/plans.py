@@ -1,0 +1,273 @@
+"""Calls of operations on torch tensors: plans found by a cheap key, memory from torch's allocator, work on torch's stream.
+
+A ``Call`` is what is static: an operation, its spec, the names of its inputs. A ``Ready`` is a call for certain shapes: its plan and where
+everything lies. Both ways into an operation, the eager one and the ops that torch.compile sees, run through them: the same bits.
+
+What forward saves for backward is one block of bytes. The amaxes of a layer's operands, forward or backward, are float32 slots in the
+order of its ``ScalingState``: the state's own row, or one small tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.backends import dispatch
+from fp8kit.errors import BackendError, FormatError, expected
+from fp8kit.formats import DType, float32
+from fp8kit.ops.attention import attention
+from fp8kit.ops.cross_entropy import cross_entropy
+from fp8kit.ops.dropout_add import add, dropout_add
+from fp8kit.ops.embedding import embedding
+from fp8kit.ops.linear import linear, weight_cast
+from fp8kit.ops.norm import norm
+from fp8kit.ops.norm_linear import norm_linear
+from fp8kit.ops.norm_mlp import norm_mlp
+from fp8kit.ops.products import product_of
+from fp8kit.ops.rope import rope
+from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
+from fp8kit.spec import Meta, Operation, Signature
+from fp8kit_torch.texts import decode, encode
+from fp8kit_torch.views import dtype_of, kind_of
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        linear, weight_cast, norm, norm_linear, norm_mlp, attention, dropout_add, add, rope, cross_entropy, embedding,
+    )
+}  # fmt: skip
+
+Views = dict[str, ArrayView]
+_ALIGNMENT = 256  # bytes, of every buffer in a block
+_PLAN_LIMIT = 1024  # shapes a call
+_SCALAR = Meta((1,), float32)
+
+
+class Block:
+    """Buffers that live and die together, laid out in one tensor of bytes."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self, metas: Mapping[str, Meta]) -> None:
+        self.size: Any = 0
+        self.parts: list[tuple[str, int, Shape, DType]] = []
+        for name, meta in metas.items():
+            self.parts.append((name, self.size, meta.shape, meta.dtype))
+            self.size += (math.prod(meta.shape) * meta.dtype.itemsize + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+    def carve(self, memory: Tensor, device: Device) -> Views:
+        """The buffers by name in ``memory``, uint8 (size,)."""
+        start = memory.data_ptr()
+        return {name: ArrayView(start + offset, shape, kind, device, memory) for name, offset, shape, kind in self.parts}
+
+
+class Call:
+    """What is static about calling an operation.
+
+    ``names``: of the input tensors, in order. ``gemms``: prefixes of its GEMMs, none for an operation without FP8. ``scaled``: whether the
+    scales come from a ``ScalingState``. ``text``: all this as a string (``texts``).
+    """
+
+    __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "scaled", "spec", "text")
+
+    def __init__(self, text: str) -> None:
+        name, self.spec, self.names, self.gemms, self.scaled = decode(text)
+        self.text = text
+        self.operation = OPERATIONS[name]
+        self.front, self.back = forward_slots(self.gemms), backward_slots(self.gemms)
+        self.front_slots, self.back_slots = FORWARD_SLOTS * len(self.gemms), BACKWARD_SLOTS * len(self.gemms)
+        self.plans: dict[Any, Ready] = {}
+
+    def metas(self, kinds: Sequence[tuple[Any, DType]]) -> dict[str, Meta | None]:
+        """Inputs by name, from shapes and dtypes in order; the scales with them."""
+        metas: dict[str, Meta | None] = {name: Meta(tuple(shape), kind) for name, (shape, kind) in zip(self.names, kinds, strict=True)}
+        return metas | {f"{name}_scale": _SCALAR for name in self.front} if self.scaled else metas
+
+    def infer(self, kinds: Sequence[tuple[Any, DType]], needs: Sequence[str]) -> Signature:
+        """The operation's own ``infer``."""
+        return self.operation.infer(self.spec, self.metas(kinds), frozenset(needs))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs, amaxes aside; those that are an input come last."""
+        if self.operation is weight_cast:
+            metas = product_of(self.spec.product, 0, float32, False, False, False).weight_outputs()
+            return tuple(name for name in metas if not name.endswith("_amax"))
+        if self.operation is attention or self.operation is cross_entropy:
+            return ("o",) if self.operation is attention else ("loss",)
+        further = {"normed": "return_norm", "residual": "residual"}
+        return ("y", *(name for name, flag in further.items() if getattr(self.spec, flag, False)))
+
+    def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...]) -> Ready:
+        """The plan for these tensors; made once for their shapes and dtypes and the policy in force. Raises what ``infer`` raises, and
+        BackendError when tensors live on different devices."""
+        device = tensors[0].device
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if tensor.device != device:
+                raise BackendError(expected(self.operation.name, name, f"device {tensor.device}", f"device {device}, as {self.names[0]}"))
+        return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, device)
+
+    def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
+        """``ready`` for tensors of these shapes and dtypes on ``device``."""
+        kernels = dispatch.kernels(_place(device))
+        key = (needs, device, id(kernels), *shapes, *dtypes)
+        found = self.plans.get(key)
+        if found is None:
+            kinds = [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            if len(self.plans) >= _PLAN_LIMIT:
+                self.plans.clear()
+            found = self.plans[key] = Ready(self, kinds, needs, device, kernels)
+        return found
+
+
+@lru_cache(maxsize=4096)
+def call_by(text: str) -> Call:
+    """The call that a text describes; one object for one text."""
+    return Call(text)
+
+
+def call(name: str, spec: Any, names: tuple[str, ...], gemms: tuple[str, ...] = (), scaled: bool = False) -> Call:
+    """The call of the operation ``name``; one object for equal arguments."""
+    return call_by(encode((name, spec, names, gemms, scaled)))
+
+
+@lru_cache(maxsize=64)
+def _place(device: torch.device) -> Device:
+    if device.type not in ("cpu", "cuda"):
+        raise FormatError(expected("fp8kit_torch", "tensor", f"device {device}", "cpu or cuda"))
+    return Device(device.type, device.index or 0)
+
+
+class _Out(NamedTuple):
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    kind: DType
+    zero: bool
+
+
+def _outs(metas: Mapping[str, Meta], slots: Mapping[str, int]) -> list[_Out]:
+    """What is to be allocated; amaxes are not."""
+    return [
+        _Out(name, meta.shape, dtype_of(meta.dtype), meta.dtype, meta.zero)
+        for name, meta in metas.items()
+        if not (name.endswith("_amax") and name.removesuffix("_amax") in slots)
+    ]
+
+
+def amax_views(slots: Mapping[str, int], row: Tensor, device: Device) -> Views:
+    """A row of float32 slots as the amaxes of the operands."""
+    start = row.data_ptr()
+    return {f"{name}_amax": ArrayView(start + 4 * slot, (1,), float32, device, row) for name, slot in slots.items()}
+
+
+def scale_views(slots: Mapping[str, int], scale: Tensor, device: Device) -> Views:
+    """A state's scales as the operands' inputs."""
+    start = scale.data_ptr()
+    return {f"{name}_scale": ArrayView(start + 4 * slot, (1,), float32, device, scale) for name, slot in slots.items()}
+
+
+class Ready:
+    """A call for certain shapes, dtypes, wanted gradients (``needs``), device and policy."""
+
+    def __init__(self, call: Call, kinds: list[tuple[Shape, DType]], needs: tuple[str, ...], device: torch.device, kernels: Any) -> None:
+        self.operation, self.needs, self.device, self.place = call.operation, needs, device, _place(device)
+        self.plan = plan = call.operation.plan(call.spec, call.metas(kinds), frozenset(needs), kernels)
+        self.signature = signature = plan.signature
+        self.inputs = [(name, *kind) for name, kind in zip(call.names, kinds, strict=True)]
+        self.outputs, self.grads = _outs(signature.outputs, call.front), _outs(signature.grads, call.back)
+        self.names = (*(out.name for out in self.outputs), *signature.passes)
+        self.saved, self.scratch, self.back_scratch = Block(signature.saved), Block(plan.scratch), Block(plan.backward_scratch)
+        self.front = {name: slot for name, slot in call.front.items() if f"{name}_amax" in signature.outputs}
+        self.back = {name: slot for name, slot in call.back.items() if f"{name}_amax" in signature.grads}
+        self.front_slots, self.back_slots = call.front_slots, call.back_slots
+        at = {name: i for i, name in enumerate(call.names)}
+        self.wanted = [at[name] for name in needs]
+        self.through = [at[name] for name in signature.passes.values()]
+        made = {out.name: i for i, out in enumerate(self.outputs)}
+        # (name, index, whether it is an output, shape, dtype) of what backward reads
+        shapes = {name: (shape, kind) for name, shape, kind in self.inputs} | {out.name: (out.shape, out.kind) for out in self.outputs}
+        self.kept = [(n, at[n] if n in at else made[n], n not in at, *shapes[n]) for n in signature.kept if n in at or n in made]
+        missing = [name for name in needs if name not in signature.grads and name not in signature.grad_passes]
+        if missing:
+            raise FormatError(expected(call.operation.name, missing[0], "a tensor that requires a gradient", "one that does not"))
+
+    def stream(self) -> int:
+        """Handle of torch's current stream."""
+        return torch._C._cuda_getCurrentRawStream(self.place.index) if self.place.kind == "cuda" else 0
+
+    def forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        """(outputs, amaxes, saved block). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them."""
+        if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
+            with torch.cuda.device(self.device):
+                return self._forward(tensors, scales, amaxes)
+        return self._forward(tensors, scales, amaxes)
+
+    def _forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        place, device, row = self.place, self.device, None
+        if amaxes is None and self.front:
+            row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
+            amaxes = amax_views(self.front, row, place)
+        views: Any = {**scales}
+        for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
+            views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
+        outputs, filled = self._filled(self.outputs, amaxes)
+        block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.parts else None
+        saved = {} if block is None else self.saved.carve(block, place)
+        scratch = self.scratch.carve(torch.empty(self.scratch.size, dtype=torch.uint8, device=device), place) if self.scratch.parts else {}
+        self.operation.forward(self.plan, views, filled, saved, scratch, self.stream())
+        return outputs, row, block
+
+    def backward(
+        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """(gradients of ``needs``, amaxes). ``kept`` and ``cotangents`` in the order of ``self.kept`` and ``self.names``."""
+        if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
+            with torch.cuda.device(self.device):
+                return self._backward(kept, block, cotangents, scales, amaxes)
+        return self._backward(kept, block, cotangents, scales, amaxes)
+
+    def _backward(
+        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        place, device, row = self.place, self.device, None
+        if amaxes is None and self.back:
+            row = torch.zeros(self.back_slots, dtype=torch.float32, device=device)
+            amaxes = amax_views(self.back, row, place)
+        views: Any = {**scales}
+        for (name, _, _, shape, kind), tensor in zip(self.kept, kept, strict=True):
+            views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
+        arrived: dict[str, Tensor] = {}
+        incoming: dict[str, ArrayView | None] = {}
+        main = self.outputs[0]
+        for name, g in zip(self.names, cotangents, strict=True):
+            if g is None and name == main.name:
+                g = torch.zeros(main.shape, dtype=main.dtype, device=device)
+            if g is None:
+                incoming[name] = None
+                continue
+            arrived[name] = g = g if g.is_contiguous() else g.contiguous()
+            incoming[name] = ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
+        made, filled = self._filled(self.grads, amaxes)
+        saved = {} if block is None else self.saved.carve(block, place)
+        size = self.back_scratch.size
+        scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if self.back_scratch.parts else {}
+        self.operation.backward(self.plan, views, saved, incoming, filled, scratch, self.stream())
+        found = dict(zip([out.name for out in self.grads], made, strict=True))
+        passes = self.signature.grad_passes
+        return [found[name] if name in found else arrived.get(passes[name]) for name in self.needs], row
+
+    def _filled(self, outs: list[_Out], amaxes: Views | None) -> tuple[list[Tensor], Any]:
+        """Fresh tensors, and they and the amaxes as views by name."""
+        made, views = [], {**amaxes} if amaxes else {}
+        for name, shape, dtype, kind, zero in outs:
+            tensor = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
+            made.append(tensor)
+            views[name] = ArrayView(tensor.data_ptr(), shape, kind, self.place, tensor)
+        return made, views

@@ -1,0 +1,178 @@
+"""``checkpoint``: activations that are not kept for backward but computed once more (Chen et al. 2016), with FP8 as it was.
+
+torch's own checkpoint does the work, in both of its variants. What it does not know is done here: the second pass runs under the autocast
+and policy of the first, quantises with the scales and the cached weights that the first pass found, and records no amaxes again. Torch's
+random state gives dropout the same numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from fp8kit.autocast import current, resumed
+from fp8kit.backends.policy import get_policy, policy_context
+from fp8kit.errors import AutogradError, Fp8kitError, expected
+from fp8kit_torch.state import open_walk
+
+
+class Kept(NamedTuple):
+    """What one call of an FP8 layer found in the first pass: the layer, a copy of its forward scales, cached weights if it took any."""
+
+    owner: object
+    scale: Tensor | None
+    weights: Any
+
+
+class _Pass:
+    """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads them in the same order.
+
+    A first pass may run within an outer checkpoint: ``above`` is that one's first pass, which remembers the calls too, or its later pass,
+    which this one reads from. ``walk``: the backward pass that a later pass belongs to.
+    """
+
+    def __init__(self, first: bool, calls: list[Kept], above: _Pass | None, walk: int | None = None) -> None:
+        self.first, self.calls, self.above, self.walk = first, calls, above, walk
+        self.position = 0
+
+    def next(self, owner: object) -> Kept:
+        kept = self.calls[self.position] if self.position < len(self.calls) else None
+        if kept is None or kept.owner is not owner:
+            got = f"{type(owner).__name__} as FP8 layer {self.position}"
+            raise AutogradError(expected("checkpoint", "function", got, "the same layers in the same order as in the first pass"))
+        self.position += 1
+        return kept
+
+
+class _Thread(threading.local):
+    running: _Pass | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def _running(running: _Pass) -> Iterator[None]:
+    before, _thread.running = _thread.running, running
+    try:
+        yield
+    finally:
+        _thread.running = before
+
+
+def first() -> bool:
+    """Whether this is a checkpoint's first pass: perhaps unrecorded, but a training step all the same."""
+    running = _thread.running
+    return running is not None and running.first
+
+
+def recall(owner: object) -> Kept | None:
+    """What this call of ``owner`` found in the first pass that is being recomputed; None where none is."""
+    running = _thread.running
+    if running is None:
+        return None
+    if not running.first:
+        return running.next(owner)
+    if running.above is None or running.above.first:
+        return None
+    running.calls.append(running.above.next(owner))
+    return running.calls[-1]
+
+
+def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
+    """In a first pass: keep what this call of ``owner`` found, its scales by value."""
+    running = _thread.running
+    if running is None or not running.first:
+        return
+    kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
+    while running is not None:
+        running.calls.append(kept)
+        running = running.above
+
+
+def walk() -> int | None:
+    """The backward pass, the outermost one, that a recomputation runs for; None where none is running."""
+    running = _thread.running
+    return None if running is None else running.walk
+
+
+class _Around:
+    """What a checkpoint found around it, and its two passes as context managers."""
+
+    def __init__(self, tracker: Any, context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]) -> None:
+        self.above, self.walk = _thread.running, walk()
+        self.calls: list[Kept] = []
+        self.state, self.policy, self.tracker = current(), get_policy(), tracker
+        self.states: Mapping[str, Tensor] | None = None if tracker is None else dict(tracker.get_states())
+        self.own = context_fn()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Around the first pass."""
+        self.calls.clear()
+        with self.own[0], _running(_Pass(True, self.calls, self.above, self.walk)):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around a later pass."""
+        before = None if self.tracker is None else dict(self.tracker.get_states())
+        if self.tracker is not None:
+            self.tracker.set_states(self.states)
+        later = _Pass(False, self.calls, None, open_walk() if self.walk is None else self.walk)
+        try:
+            with self.own[1], resumed(self.state), policy_context(self.policy), _running(later):
+                yield
+        finally:
+            if self.tracker is not None:
+                self.tracker.set_states(before)
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None, tp_group: object = None, use_reentrant: bool = True,
+    context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn,
+    determinism_check: str = "default", debug: bool = False, **kwargs: Any,
+) -> Any:
+    """``function(*args, **kwargs)``, of whose activations none is kept: backward calls the function again, with the same bits.
+
+    * ``function``: a module or any callable that does the same each time. Autocasts may be around it or within it.
+    * ``use_reentrant``: which of torch's two variants. The first one, reentrant, needs an argument that requires a gradient, and cannot be
+      used with ``torch.autograd.grad``; the other one has neither limit.
+    * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of the first pass again.
+    * ``context_fn``, ``determinism_check``, ``debug``: torch's, for ``use_reentrant=False``.
+    * ``distribute_saved_activations``, ``tp_group``: refused; there is no tensor parallelism yet.
+
+    Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
+    second pass does not run the FP8 layers of the first.
+    """
+    if not callable(function):
+        raise Fp8kitError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
+    for name, value, neutral in (("distribute_saved_activations", distribute_saved_activations, False), ("tp_group", tp_group, None)):
+        if value not in (neutral, None):
+            raise Fp8kitError(expected("checkpoint", name, value, f"{neutral}: there is no tensor parallelism yet"))
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    around = _Around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)
+    if not use_reentrant:
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (around.one(), around.again()),
+                                determinism_check=determinism_check, debug=debug, **kwargs)
+    if context_fn is not noop_context_fn or debug or determinism_check != "default":
+        raise Fp8kitError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "their defaults with use_reentrant=True"))
+    passes = iter((around.one(),))
+
+    def call(*given: Any) -> Any:
+        with next(passes, None) or around.again():
+            return function(*given, **kwargs)
+
+    return torch_checkpoint(call, *args, use_reentrant=True)
+
+
+__all__ = ["Kept", "checkpoint", "first", "keep", "recall", "walk"]

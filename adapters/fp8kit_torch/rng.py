@@ -1,0 +1,76 @@
+"""``CudaRNGStatesTracker``: named random states beside torch's own, for what differs between processes (model-parallel dropout, say).
+
+On a build or a machine without CUDA it tracks the CPU's generator in the same way. Names are Transformer Engine's and Megatron's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import Fp8kitError, expected
+
+
+def get_rng_state() -> Tensor:
+    """State of the generator that dropout draws from: the current CUDA device's where there is one, else the CPU's. uint8, on the CPU."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def set_rng_state(state: Tensor) -> None:
+    """Give that generator a state that ``get_rng_state`` returned."""
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+class CudaRNGStatesTracker:
+    """Random states by name, each with its own seed; ``fork(name)`` draws from one and leaves torch's own as it was."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget every state."""
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """A copy of the dict of states, for ``set_states``."""
+        return dict(self.states_)
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take over states that ``get_states`` gave."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """A new state by the name, started from ``seed``. Fp8kitError for a name or a seed that is taken."""
+        if seed in self.seeds_:
+            raise Fp8kitError(expected("CudaRNGStatesTracker.add", "seed", seed, "one that no state has"))
+        if name in self.states_:
+            raise Fp8kitError(expected("CudaRNGStatesTracker.add", "name", repr(name), "one that no state has"))
+        before = get_rng_state()
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = get_rng_state()
+        set_rng_state(before)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from the state ``name`` within; it goes on where it was left. Fp8kitError for an unknown name."""
+        if name not in self.states_:
+            known = ", ".join(self.states_) or "none was added"
+            raise Fp8kitError(expected("CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})"))
+        before = get_rng_state()
+        set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = get_rng_state()
+            set_rng_state(before)

@@ -1,0 +1,94 @@
+"""``RotaryPositionEmbedding`` and ``apply_rotary_pos_emb`` (Su et al., RoFormer, 2021)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.ops.attention_spec import FORMATS
+from fp8kit_torch.apply import run
+from fp8kit_torch.arguments import only, positive
+from fp8kit_torch.module import default_device
+from fp8kit_torch.specs import spec_for
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles of the rotary embedding: position times base^(-2 i / dim) for pair i.
+
+    * ``dim``: features of a head; ``rotary_percent``: the part of them that is turned. ``rotary_base``: the slowest pair's base.
+    * ``interleaved``: pairs are neighbours, instead of the two halves; the same must be said to ``apply_rotary_pos_emb``.
+    * ``seq_len_interpolation_factor`` f with ``pretrained_max_position_embeddings`` P: positions are divided by f, or by max_seq_len / P
+      where max_seq_len exceeds P f (Chen et al., Position Interpolation, 2023). Both or neither.
+    * ``device``: where the angles are made; None as for parameters.
+    """
+
+    def __init__(self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: int | None = None,
+                 pretrained_max_position_embeddings: int | None = None, rotary_base: float = 10000.0, interleaved: bool = False,
+                 *, device: Any = None) -> None:
+        super().__init__()
+        op = "RotaryPositionEmbedding"
+        positive(op, dim=dim)
+        if not 0 < rotary_percent <= 1:
+            raise Fp8kitError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
+        if not rotary_base > 0:
+            raise Fp8kitError(expected(op, "rotary_base", rotary_base, "a positive number"))
+        if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
+            wanted = "both or neither of it and pretrained_max_position_embeddings"
+            raise Fp8kitError(expected(op, "seq_len_interpolation_factor", seq_len_interpolation_factor, wanted))
+        self.rotated = int(dim * rotary_percent)
+        if self.rotated % 2 or self.rotated == 0:
+            raise Fp8kitError(expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"))
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base, self.interleaved = float(rotary_base), bool(interleaved)
+        where = default_device() if device is None else torch.device(device)
+        exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated
+        self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents, persistent=False)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles in radians of positions offset ... offset + max_seq_len - 1: float32 (max_seq_len, 1, 1, turned features)."""
+        positive("RotaryPositionEmbedding", max_seq_len=max_seq_len)
+        speeds = self.inv_freq.to(torch.float32)  # .half() on a model must not coarsen the angles further
+        positions = torch.arange(max_seq_len, device=speeds.device, dtype=torch.float32) + offset
+        factor, most = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and most is not None:
+            positions = positions * (most / max_seq_len if max_seq_len > most * factor else 1 / factor)
+        angles = torch.outer(positions, speeds)
+        doubled = angles.repeat_interleave(2, 1) if self.interleaved else torch.cat([angles, angles], 1)
+        return doubled.reshape(max_seq_len, 1, 1, self.rotated)
+
+
+def angles(operation: str, argument: str, freqs: Tensor, device: torch.device) -> Tensor:
+    """Angles as the operation takes them: float32 (s, 1, 1, r) or (s, r) as (s, r), on ``device``. ShapeError otherwise."""
+    if freqs.ndim not in (2, 4) or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
+        raise ShapeError(expected(operation, argument, f"shape {tuple(freqs.shape)}", "(positions, 1, 1, features)"))
+    return freqs.detach().to(device).reshape(freqs.shape[0], freqs.shape[-1])
+
+
+def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Tensor | None = None,
+                         interleaved: bool = False, fused: bool = False, cu_seqlens: Tensor | None = None, cp_size: int = 1,
+                         cp_rank: int = 0) -> Tensor:
+    """``t`` with its heads turned by their positions' angles; differentiable in t.
+
+    * ``t``: h (s, b, h, d), (b, s, h, d) or (t, h, d), as ``tensor_format`` says: "sbhd", "bshd" or "thd".
+    * ``freqs``: float32 (positions, 1, 1, r), from ``RotaryPositionEmbedding``; features beyond r stay as they are.
+    * ``start_positions``: int32 (b,), the position of each sequence's first token. ``cu_seqlens``: int32 (b + 1,), with "thd".
+    * ``fused``: accepted; there is one way. ``cp_size``, ``cp_rank``: 1 and 0 only.
+
+    Raises Fp8kitError kinds for what does not fit.
+    """
+    op = "apply_rotary_pos_emb"
+    only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
+    if tensor_format not in FORMATS:
+        raise Fp8kitError(expected(op, "tensor_format", repr(tensor_format), f"one of {', '.join(FORMATS)}"))
+    if t.ndim != len(tensor_format):
+        raise ShapeError(expected(op, "t", f"shape {tuple(t.shape)}", f"{len(tensor_format)} dimensions, {tensor_format}"))
+    inputs = {"x": t, "freqs": angles(op, "freqs", freqs, t.device)}
+    for name, value in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
+        if value is not None:
+            inputs[name] = value.to(t.device)
+    heads, dim = t.shape[-2:]
+    return run("rope", spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved)), inputs)["y"]

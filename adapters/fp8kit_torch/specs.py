@@ -1,0 +1,65 @@
+"""A layer's spec under a recipe, from its spec in high precision: as an object, and as a text, a constant within ``torch.compile``."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fp8kit import formats
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.scaling import backward_slots, forward_slots
+from fp8kit_torch.autocast import recipe_of
+from fp8kit_torch.texts import SPECS, decode, encode
+
+
+def layer_spec(spec: Any, fp8: Fp8 | None, cached: bool, bias: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """``spec`` with its products in FP8 or not, their weights cached or not, ``bias`` of the last one, ``options`` as further fields."""
+    names = [field.name for field in dataclasses.fields(spec) if isinstance(getattr(spec, field.name), ProductSpec)]
+    changes = {name: dataclasses.replace(getattr(spec, name), fp8=fp8, weight_cached=cached) for name in names}
+    changes[names[-1]] = dataclasses.replace(changes[names[-1]], bias=bias)
+    return dataclasses.replace(spec, **changes, **dict(options))
+
+
+@torch.compiler.assume_constant_result
+def layer_text(spec: str, recipe: tuple[Any, ...], cached: bool, bias: str, options: tuple[tuple[str, Any], ...], cast: int = -1) -> str:
+    """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision. ``cast``: of this product's weight cast instead."""
+    fp8 = fp8_from_recipe(recipe_of(recipe)) if recipe else None
+    found = layer_spec(decode(spec), fp8, cached, bias, options)
+    if cast >= 0:
+        found = LinearSpec([value for value in vars(found).values() if isinstance(value, ProductSpec)][cast])
+    return encode(found)
+
+
+@torch.compiler.assume_constant_result
+def fp8_text(recipe: tuple[Any, ...]) -> str:
+    """The text of what a recipe, by its parts, means for products."""
+    return encode(fp8_from_recipe(recipe_of(recipe)))
+
+
+@lru_cache(maxsize=64)
+def products(gemms: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    """Forward and backward slots of a layer's operands."""
+    return forward_slots(gemms), backward_slots(gemms)
+
+
+def spec_for(kind: str, *arguments: Any) -> Any:
+    """The spec of class ``kind`` with these plain arguments: an object, the same one for the same arguments; within ``torch.compile`` its
+    text."""
+    return _text_of(kind, arguments) if torch.compiler.is_compiling() else _object_of(kind, arguments)
+
+
+@lru_cache(maxsize=4096)
+def _object_of(kind: str, arguments: tuple[Any, ...]) -> Any:
+    if kind == "EmbeddingSpec":  # the one spec that holds a dtype, which comes by its name
+        arguments = (*arguments[:-1], formats.DTYPES[arguments[-1]])
+    return SPECS[kind](*arguments)
+
+
+@torch.compiler.assume_constant_result
+def _text_of(kind: str, arguments: tuple[Any, ...]) -> str:
+    return encode(_object_of(kind, arguments))

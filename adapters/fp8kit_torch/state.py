@@ -1,0 +1,189 @@
+"""Delayed scaling's state as torch tensors, and when it is updated.
+
+Forward states are touched while a module runs and updated when the outermost autocast ends; backward states when the backward pass ends,
+by a callback of the autograd engine: all states of a recipe by one kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8kit import scaling
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.recipe import Recipe
+from fp8kit.scaling import FIELDS
+from fp8kit_torch.views import as_view
+
+_HANDLES = itertools.count(1)
+_LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+_HELD: list[None] = []  # of all threads: backward has its own
+_WALKS: dict[int, dict[int, tuple[Recipe, dict[int, ScalingState]]]] = {}  # backward pass -> recipes and states that recorded in it
+
+
+class ScalingState:
+    """Scales and amax history of ``slots`` quantised tensors of one module in one direction (``fp8kit.scaling``).
+
+    ``scale``, ``scale_inv``: float32 (slots,), ones at first; ``amax_history``: float32 (history_len, slots), zeros at first, row 0 the
+    amaxes since the last update, row 1 the oldest. ``handle``: int64 () on the CPU, by which a compiled graph names the state. ``group``:
+    the process group over which its amaxes are reduced, None for all processes.
+    """
+
+    def __init__(self, slots: int, history_len: int, device: torch.device | str) -> None:
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self._take([torch.ones(slots, **kind), torch.ones(slots, **kind), torch.zeros(history_len, slots, **kind)])
+
+    def _take(self, parts: Sequence[Tensor]) -> None:
+        self.scale, self.scale_inv, self.amax_history = parts
+        number = next(_HANDLES)
+        self.handle = torch.tensor(number)
+        self.group: Any = None
+        self._seen: Any = (None, None, None, {})
+        _LIVE[number] = self
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> ScalingState:
+        """A state of (scale, scale_inv, amax_history), which it takes over."""
+        state = cls.__new__(cls)
+        state._take(parts)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScalingState:
+        return ScalingState.of([part.clone() for part in self.parts])
+
+    def __reduce__(self) -> Any:
+        return ScalingState.of, (self.parts,)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """scale, scale_inv and amax_history."""
+        return [self.scale, self.scale_inv, self.amax_history]
+
+    @property
+    def views(self) -> dict[str, ArrayView]:
+        """The tensors as views by their names, made once for the same tensors."""
+        scale, scale_inv, history, views = self._seen
+        if scale is not self.scale or scale_inv is not self.scale_inv or history is not self.amax_history:
+            views = dict(zip(FIELDS, map(as_view, self.parts), strict=True))
+            self._seen = (*self.parts, views)
+        return views  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> Device:
+        """Where the state lies."""
+        return self.views["scale"].device
+
+    @property
+    def history_len(self) -> int:
+        """Rows of the history."""
+        return self.amax_history.shape[0]
+
+    def resize(self, history_len: int) -> None:
+        """Another history length: the first rows are kept, or zero rows added at the end (Transformer Engine's rule)."""
+        old = self.amax_history
+        new = torch.zeros(history_len, old.shape[1], dtype=old.dtype, device=old.device)
+        rows = min(history_len, old.shape[0])
+        new[:rows] = old[:rows]
+        self.amax_history = new
+
+    def drop(self) -> None:
+        """Forget the amaxes since the last update."""
+        self.amax_history[0].zero_()
+
+    @classmethod
+    def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
+        """Update forward states (the outermost autocast has ended)."""
+        update(recipe, states, forward=True)
+
+    @classmethod
+    def discard_forward(cls, states: Sequence[ScalingState]) -> None:
+        """The outermost autocast ended by an exception: what the unfinished step recorded is dropped."""
+        for state in states:
+            state.drop()
+
+
+def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
+    """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where there are several processes
+    and the recipe says so, their amaxes are reduced before."""
+    fp8_max = (recipe.forward_format if forward else recipe.backward_format).max
+    if recipe.delayed() and recipe.reduce_amax and dist.is_available() and dist.is_initialized():  # type: ignore[attr-defined]
+        _reduce(states)
+    for device in dict.fromkeys(state.device for state in states):
+        own = [state for state in states if state.device == device]
+        if device.kind == "cpu":
+            scaling.update(recipe, own, fp8_max, 0)
+        else:
+            with torch.cuda.device(device.index):
+                scaling.update(recipe, own, fp8_max, torch.cuda.current_stream().cuda_stream)
+
+
+def _reduce(states: Sequence[Any]) -> None:
+    """Row 0 of the histories becomes its maximum over the processes: one collective for each group and device."""
+    parts: dict[tuple[Any, torch.device], list[Tensor]] = {}
+    for state in states:
+        row = state.amax_history[0]
+        parts.setdefault((state.group, row.device), []).append(row)
+    for (group, _), rows in parts.items():
+        if dist.get_world_size(group) > 1:
+            whole = torch.cat(rows)
+            dist.all_reduce(whole, dist.ReduceOp.MAX, group)
+            torch._foreach_copy_(rows, list(whole.split([row.numel() for row in rows])))
+
+
+def named(handle: int) -> ScalingState | None:
+    """The live state of that handle."""
+    return _LIVE.get(handle)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """No backward state is updated within: a graph is captured, which is to leave that to whoever replays it."""
+    _HELD.append(None)
+    try:
+        yield
+    finally:
+        _HELD.pop()
+
+
+def open_walk() -> int:
+    """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one."""
+    walk = int(torch._C._current_graph_task_id())
+    if walk not in _WALKS:
+        _WALKS[walk] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(_ended(walk))
+    return walk
+
+
+def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None) -> None:
+    """Update ``state`` when a backward pass has ended: the one that runs now, or ``walk``, which ``open_walk`` gave, around it."""
+    if _HELD:
+        return
+    groups = _WALKS[open_walk() if walk is None else walk]
+    found = groups.get(id(recipe))
+    if found is None:
+        found = groups[id(recipe)] = (recipe, {})
+    found[1][id(state)] = state
+
+
+def _ended(walk: int) -> Callable[[], None]:
+    def end() -> None:
+        for recipe, states in _WALKS.pop(walk).values():
+            update(recipe, list(states.values()), forward=False)
+
+    return end
+
+
+def moved(states: Mapping[str, ScalingState], fn: Callable[[Tensor], Tensor]) -> dict[str, ScalingState]:
+    """The states where ``fn`` (``Module._apply``'s) puts them: their device changes, their dtype and values do not."""
+    found = {}
+    for name, state in states.items():
+        device = fn(state.scale).device
+        found[name] = state if device == state.scale.device else ScalingState.of([part.to(device) for part in state.parts])
+    return found

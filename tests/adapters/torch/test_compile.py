@@ -1,0 +1,209 @@
+"""``torch.compile(fullgraph=True)``: the eager result and the eager FP8 state, with autocast around the function or inside of it."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
+from fp8kit_torch.plans import call
+from fp8kit_torch.texts import encode
+
+from fp8kit.formats import float32
+from fp8kit.ops.attention import AttentionSpec
+from fp8kit.ops.cross_entropy import CrossEntropySpec
+from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
+from fp8kit.ops.embedding import EmbeddingSpec
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm_linear import NormLinearSpec
+from fp8kit.ops.norm_mlp import NormMLPSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import fp8_from_recipe
+from fp8kit.ops.rope import RopeSpec
+from fp8kit.recipe import DelayedScaling
+
+from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
+
+
+def compiled(function, backend="aot_eager"):
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
+def test_autocast_around(device, kind, recipe):
+    ours, native = twins(kind, device)
+    same_steps(ours, native, compiled(ours), RECIPES[recipe], device, around=RECIPES[recipe])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("kind", ["Linear", "TransformerLayer"])
+def test_autocast_inside(device, kind, recipe):
+    ours, native = twins(kind, device)
+
+    def function(x):
+        with ft.autocast(recipe=RECIPES[recipe]):
+            return ours(x)
+
+    same_steps(ours, native, compiled(function), RECIPES[recipe], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
+def test_inductor(recipe):
+    ours, native = twins("TransformerLayer", "cuda")
+    same_steps(ours, native, compiled(ours, "inductor"), RECIPES[recipe], "cuda", around=RECIPES[recipe])
+
+
+def test_a_recipe_made_inside(device):
+    ours, native = twins("Linear", device)
+
+    def function(x):
+        with ft.autocast(recipe=DelayedScaling(amax_history_len=3, margin=1)):
+            return ours(x)
+
+    same_steps(ours, native, compiled(function), RECIPES["delayed"], device)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it on inputs that are no leaves
+def test_layers_share_one_compilation(device):
+    def init(weight):
+        torch.nn.init.normal_(weight, 0.0, WIDTH**-0.5)  # keeps the size of what goes through, so that no scale stays at its start
+
+    layers = [ft.Linear(WIDTH, WIDTH, init_method=init, device=device) for _ in range(12)]
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    calls = [torch.compile(layer, fullgraph=True, backend=count) for layer in layers]
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True) * 1.0
+    with ft.autocast(recipe=RECIPES["delayed"]):
+        for function in calls:
+            x = function(x)
+    x.sum().backward()
+    assert count.frame_count == 1
+    assert len({layer.fp8_meta["scaling_fwd"].scale[0].item() for layer in layers}) == 12
+    assert all((layer.fp8_meta["scaling_bwd"].amax_history[-1, 0] > 0).item() for layer in layers)
+
+
+def test_one_module_used_twice(device):
+    eager, other = ft.Linear(WIDTH, WIDTH, device=device), ft.Linear(WIDTH, WIDTH, device=device)
+    other.load_state_dict(eager.state_dict())
+
+    def twice(module):
+        def function(x):
+            with ft.autocast(recipe=RECIPES["delayed"]):
+                return module(module(x))
+        return function
+
+    for x in batches(device):
+        y, dx, grads, g = torch_step(eager, twice(eager), None, x)
+        yc, dxc, gradsc, _ = torch_step(other, compiled(twice(other)), None, x, g)
+        for got, want in ((yc, y), (dxc, dx), (gradsc["weight"], grads["weight"])):
+            same(got, want, "twice")
+        for name in ("scaling_fwd", "scaling_bwd"):
+            same(other.fp8_meta[name].amax_history, eager.fp8_meta[name].amax_history, name)
+
+
+def test_microbatches(device):
+    ours, _ = twins("LayerNormMLP", device)
+    eager, _ = twins("LayerNormMLP", device)
+    eager.load_state_dict(ours.state_dict())
+    call_ = compiled(ours)
+    for i, x in enumerate(batches(device, steps=4)):
+        y, dx, _, g = torch_step(eager, eager, RECIPES["delayed"], x, is_first_microbatch=i % 2 == 0)
+        yc, dxc, _, _ = torch_step(ours, call_, RECIPES["delayed"], x, g, is_first_microbatch=i % 2 == 0)
+        same(yc, y, "y")
+        same(dxc, dx, "dx")
+        same(ours.fp8_meta["scaling_fwd"].amax_history, eager.fp8_meta["scaling_fwd"].amax_history, "history")
+
+
+def test_changing_batch_sizes(device):
+    ours, _ = twins("LayerNormLinear", device)
+    call_ = compiled(ours)
+    for rows in (5, 7, 9, 16):
+        x = torch.randn(rows, WIDTH, device=device)
+        eager = torch_step(ours, ours, RECIPES["current"], x)
+        again = torch_step(ours, call_, RECIPES["current"], x, eager[-1])
+        same(again[0], eager[0], "y")
+        same(again[1], eager[1], "dx")
+
+
+def test_inference_leaves_no_trace(device):
+    ours, _ = twins("Linear", device)
+    x = torch.randn(4, WIDTH, device=device)
+    call_ = compiled(ours)
+    for inference in (torch.no_grad, torch.inference_mode):
+        with inference(), ft.autocast(recipe=RECIPES["delayed"]):
+            same(call_(x), ours(x), "y")
+        assert not ours.fp8_meta["scaling_fwd"].amax_history.any()
+
+
+def test_what_cannot_be_compiled_says_so(device):
+    ours, _ = twins("Linear", device)
+
+    def function(x):
+        with ft.autocast(enabled=False, calibrating=True):
+            return ours(x)
+
+    with pytest.raises(Exception, match=r"calibrating=True.* is not supported within torch.compile"):
+        compiled(function)(torch.randn(4, WIDTH, device=device))
+
+
+def _operands(device):
+    """One call of every operation: name -> (spec, inputs, names of those that want a gradient, GEMMs, scaled)."""
+    def r(*shape):
+        return torch.randn(shape, device=device)
+
+    fp8 = fp8_from_recipe(DelayedScaling())
+    norm, plain = NormSpec(16), ProductSpec(16, (24,))
+    quantised = ProductSpec(16, (24,), fp8=fp8)
+    fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
+    norms = {"x": r(2, 3, 16), "norm_weight": r(16), "norm_bias": r(16)}
+    own = {"weight0": r(24, 16), "bias0": r(24)}
+    return {
+        "linear": (LinearSpec(quantised), {"x": r(2, 3, 16), **own}, "x weight0 bias0", ("",), True),
+        "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",), True),
+        "norm": (norm, norms, "x norm_weight norm_bias", (), False),
+        "norm_linear": (NormLinearSpec(norm, plain, True, True), norms | own, "x norm_weight norm_bias weight0 bias0", (), False),
+        "norm_mlp": (
+            NormMLPSpec(norm, fc1, fc2),
+            norms | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
+            "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0", (), False,
+        ),
+        "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", (), False),
+        "dropout_add": (DropoutAddSpec(16, 0.25), {"x": r(6, 16), "bias": r(16), "residual": r(6, 16),
+                                                   "rng": torch.tensor([3, 4], device=device)}, "x bias residual", (), False),
+        "add": (AddSpec(), {"a": r(6, 16), "b": r(16)}, "a b", (), False),
+        "rope": (RopeSpec(((2, 8, "freqs"),)), {"x": r(5, 2, 16), "freqs": r(5, 8)}, "x", (), False),
+        "cross_entropy": (CrossEntropySpec(16), {"logits": r(6, 16), "targets": torch.arange(6, device=device)}, "logits", (), False),
+        "embedding": (EmbeddingSpec(10, 4, float32), {"ids": torch.arange(6, device=device), "table": r(10, 4)}, "table", (), False),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(device, name):
+    spec, inputs, wanted, gemms, scaled = _operands(device)[name]
+    needs = wanted.split()
+    tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
+    text = call(name, spec, tuple(inputs), gemms, scaled).text
+    slots = torch.ones(3, device=device)
+    scale = slots if scaled else None
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if not scaled:  # the gradient of a quantised call also changes a live module's state: test_autocast_around
+        checks = (*checks, "test_aot_dispatch_dynamic")
+    torch.use_deterministic_algorithms(True)  # fills what an operation leaves undefined, between the parts of the saved block
+    try:
+        torch.library.opcheck(OPS[name], (tensors, scale, [], text, ",".join(needs), ""), test_utils=checks)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert name in BACKWARD_OPS
+
+
+def test_opcheck_of_state(device):
+    history, row = torch.rand(3, 4, device=device), torch.rand(4, device=device)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(record_, (history.clone(), row, torch.tensor(0), "", 0), test_utils=checks)
+    parts = [[torch.ones(4, device=device)], [torch.ones(4, device=device)], [history]]
+    torch.library.opcheck(update_, (*parts, encode(DelayedScaling()), True), test_utils=checks)
+    record_(history, row, torch.tensor(0), "", 0)
+    same(history[0], torch.maximum(history[0], row), "row 0")

@@ -1,0 +1,190 @@
+"""convert and revert: the same parameters, the same numbers, and FP8 where it is wanted."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from fp8kit_torch import autocast, convert, revert
+from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
+from torch import nn
+
+from fp8kit.errors import Fp8kitError
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.testing.compare import assert_same_bits, relative_error
+
+D, H = 32, 48
+
+
+class LlamaLikeRMSNorm(nn.Module):
+    """Another library's: x / rms(x) * weight."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(size) + 0.5), 1e-5
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+
+class GemmaLikeRMSNorm(LlamaLikeRMSNorm):
+    """x / rms(x) * (1 + weight)."""
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight.float())).to(x.dtype)
+
+
+class OddRMSNorm(LlamaLikeRMSNorm):
+    """Called an RMSNorm, and is none."""
+
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, H), nn.Linear(H, D, bias=False)
+        self.rms, self.llama, self.gemma, self.odd = nn.RMSNorm(D), LlamaLikeRMSNorm(D), GemmaLikeRMSNorm(D), OddRMSNorm(D)
+        self.head = nn.Linear(D, D, bias=False)
+        self.head.weight = self.down_tied = nn.Parameter(torch.randn(D, D) / 8)
+        self.twice = self.up
+        self.to(dtype)
+
+    def forward(self, x):
+        y = self.down(torch.relu(self.up(self.norm(x)))) + x
+        return self.head(self.odd(self.gemma(self.llama(self.rms(y)))))
+
+
+def model(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def bits(t):
+    return t.detach().float().numpy()
+
+
+def test_parameters_are_the_same_objects_and_come_back_bit_for_bit():
+    net = model()
+    plain = dict(net.named_modules(remove_duplicate=False))
+    params, state = dict(net.named_parameters(remove_duplicate=False)), {n: t.clone() for n, t in net.state_dict().items()}
+    addresses = {n: p.data_ptr() for n, p in params.items()}
+    assert convert(net) is net
+    assert {n: type(m) for n, m in net.named_children()} == {
+        "norm": ConvertedNorm, "up": ConvertedLinear, "down": ConvertedLinear, "rms": ConvertedNorm, "llama": ConvertedNorm,
+        "gemma": ConvertedNorm, "odd": OddRMSNorm, "head": ConvertedLinear,
+    }
+    assert net.twice is net.up
+    assert dict(net.named_parameters(remove_duplicate=False)).items() == params.items()
+    assert all(p is params[n] and p.data_ptr() == addresses[n] for n, p in net.named_parameters(remove_duplicate=False))
+    assert net.state_dict().keys() == state.keys()
+    assert net.gemma.spec.zero_centered_gamma
+    assert not net.llama.spec.zero_centered_gamma
+    revert(net)
+    assert dict(net.named_modules(remove_duplicate=False)) == plain
+    for name, tensor in net.state_dict().items():
+        assert_same_bits(name, bits(tensor), bits(state[name]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outside_of_autocast_it_computes_what_it_did(dtype):
+    net, x = model(dtype=dtype), torch.randn(3, 7, D, dtype=dtype)
+    wanted = net(x)
+    wanted.float().square().mean().backward()
+    grads = {n: p.grad for n, p in net.named_parameters()}
+    net.zero_grad()
+    y = convert(net)(x)
+    y.float().square().mean().backward()
+    # roundings of some ten operations on the way, of which each may differ
+    limit = 10 * (2.0**-8 if dtype is torch.bfloat16 else 2.0**-24 * D)
+    assert relative_error(bits(y), bits(wanted)) < limit
+    for name, p in net.named_parameters():
+        assert relative_error(bits(p.grad), bits(grads[name])) < limit, name
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling()], ids=["delayed", "current"])
+def test_trains_in_fp8_under_an_optimiser_made_before(recipe):
+    net, twin = model(), model()
+    opt, other = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (net, twin))
+    convert(net)
+    losses = []
+    for step in range(6):
+        x = torch.randn(16, D, generator=torch.Generator().manual_seed(step))
+        for m, o, on in ((net, opt, True), (twin, other, False)):
+            o.zero_grad()
+            with autocast(enabled=on, recipe=recipe):
+                loss = (m(x) - x).square().mean()
+            loss.backward()
+            o.step()
+            losses.append(loss.item())
+    mine, plain = np.array(losses[::2]), np.array(losses[1::2])
+    assert (np.abs(mine - plain) < 0.05 * plain).all()  # FP8's relative error of 2**-4 an element, averaged over hundreds
+    assert (mine != plain).all()
+    assert bool(net.up.fp8_meta) == recipe.delayed()
+    revert(net)
+    assert not any(isinstance(m, ConvertedLinear) for m in net.modules())
+    assert relative_error(bits(net.up.weight), bits(twin.up.weight)) < 6 * 2e-3 / 0.1
+
+
+def test_filters_copies_devices_and_what_is_left_alone():
+    net = convert(model(), lambda module, name: isinstance(module, nn.Linear) and name != "head")
+    assert isinstance(net.head, nn.Linear)
+    assert isinstance(net.norm, nn.LayerNorm)
+    assert isinstance(net.up, ConvertedLinear)
+    clone = copy.deepcopy(net)
+    assert clone.up.weight is not net.up.weight
+    assert revert(clone).up.weight is not net.up.weight
+    assert type(clone.up) is nn.Linear
+    net.half()
+    assert revert(net).up.weight.dtype == torch.float16
+    assert net.up.bias.dtype == torch.float16
+
+    class Special(nn.Linear):
+        """Computes something else."""
+
+    others = nn.ModuleList([Special(4, 4), nn.LayerNorm(4, bias=False), nn.LayerNorm((2, 4)), nn.Linear(4, 4, dtype=torch.float64),
+                            nn.MultiheadAttention(4, 2)])
+    replaced = nn.Linear(4, 4)
+    replaced.forward = lambda x: x
+    others.append(replaced)
+    kinds = [type(m) for m in others.modules()]
+    assert [type(m) for m in convert(others).modules()] == kinds
+    with pytest.raises(Fp8kitError, match="model"):
+        convert(nn.Linear(4, 4))
+
+
+def test_hooks_and_modes_go_along():
+    net, seen = model().eval(), []
+    net.up.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    convert(net)
+    net(torch.randn(2, D))
+    assert seen == [(2, H)]
+    assert not net.up.training
+    net.train()
+    assert revert(net).up.training
+
+
+def test_checkpoints_of_either_load_into_the_other():
+    net = convert(model())
+    with autocast(recipe=DelayedScaling(amax_history_len=4)):
+        net(torch.randn(4, D)).sum().backward()
+    state = net.state_dict()
+    assert {n for n in state if "_extra_state" in n} == {f"{n}._extra_state" for n in ("up", "twice", "down", "head")}
+    other = convert(model(1))
+    other.load_state_dict(state)
+    assert_same_bits("scale", bits(other.up.fp8_meta["scaling_fwd"].scale), bits(net.up.fp8_meta["scaling_fwd"].scale))
+    other.load_state_dict(model(2).state_dict())
+    assert_same_bits("weight", bits(other.up.weight), bits(model(2).up.weight))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_converted_models_compile_in_one_graph():
+    net, x = convert(model(), lambda module, name: name != "odd"), torch.randn(4, D)
+    wanted = net(x)
+    got = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
+    assert_same_bits("compiled", bits(got), bits(wanted))

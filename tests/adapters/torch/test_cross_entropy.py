@@ -1,0 +1,54 @@
+"""parallel_cross_entropy against torch's in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fp8kit_torch import parallel_cross_entropy
+
+from fp8kit.errors import FormatError, ShapeError
+from fp8kit.testing.compare import assert_close, sum_slack
+
+B, S, V = 3, 5, 37
+
+
+def f64(t):
+    return t.detach().double().cpu().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduce", [False, True], ids=["tokens", "mean"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_against_torch(dtype, reduce, smoothing):
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(3 * rng.standard_normal((B, S, V))).to(dtype).requires_grad_()
+    target = torch.from_numpy(rng.integers(0, V, (B, S)))
+    target[0, 1] = target[2, 3] = -1
+    loss = parallel_cross_entropy(x, target, smoothing, reduce, ignore_idx=-1)
+    x64 = x.detach().double().requires_grad_()
+    options = {"label_smoothing": smoothing, "ignore_index": -1, "reduction": "mean" if reduce else "none"}
+    wanted = torch.nn.functional.cross_entropy(x64.reshape(-1, V), target.reshape(-1), **options)
+    assert loss.shape == (() if reduce else target.shape)
+    assert loss.dtype == torch.float32
+    slack = sum_slack(np.abs(f64(x)).max() + 1, V)
+    assert_close("loss", f64(loss).reshape(-1), f64(wanted).reshape(-1), "float32", slack)
+    g = torch.from_numpy(rng.standard_normal(loss.shape)).float() if not reduce else torch.tensor(0.7)
+    loss.backward(g)
+    wanted.backward(g.double().reshape(wanted.shape))
+    assert_close("dlogits", f64(x.grad), f64(x64.grad), str(dtype)[6:], sum_slack(np.abs(f64(g)).max(), V))
+    assert not x.grad[0, 1].any()
+
+
+def test_old_names_other_layouts_and_refusals():
+    x, target = torch.randn(S, B, V), torch.zeros(S, B, dtype=torch.int32)
+    with pytest.warns(DeprecationWarning, match="_input"):
+        old = parallel_cross_entropy(target=target, _input=x)
+    assert torch.equal(old, parallel_cross_entropy(x, target))
+    assert torch.equal(parallel_cross_entropy(x.transpose(0, 1), target.t()), old.t())
+    with pytest.raises(ShapeError, match="target"):
+        parallel_cross_entropy(x, target[1:])
+    with pytest.raises(FormatError, match="label_smoothing"):
+        parallel_cross_entropy(x, target, 1.5)
+    with pytest.raises(ShapeError, match="inp"):
+        parallel_cross_entropy(None, target)

@@ -1,0 +1,38 @@
+"""Two processes on the CPU: amaxes reduced over them, DistributedDataParallel, fully_shard. The checks are the worker's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fp8kit.errors import RecipeError
+from tests.house.source import ROOT
+
+WORLD = 2
+CASES = ["ddp", "ddp_recompute", "groups", "sharded"]
+
+
+def test_processes_share_their_amaxes(tmp_path):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.adapters.torch.distributed_worker"]
+    workers = [subprocess.Popen([*command, str(rank), str(WORLD), str(tmp_path)], cwd=ROOT, env=env, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True) for rank in range(WORLD)]
+    try:
+        results = [worker.communicate(timeout=200) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for (out, err), worker in zip(results, workers, strict=True):
+        assert worker.returncode == 0, err[-4000:]
+        assert out.split()[::2] == CASES
+
+
+def test_what_is_no_group_is_refused():
+    from fp8kit_torch import autocast
+
+    with pytest.raises(RecipeError, match="amax_reduction_group"):
+        autocast(amax_reduction_group="all")

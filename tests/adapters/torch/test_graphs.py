@@ -1,0 +1,73 @@
+"""make_graphed_callables: replays give the same bits as eager steps, FP8 state included."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fp8kit_torch import LayerNormMLP, Linear, autocast, make_graphed_callables
+
+import fp8kit as fk
+from fp8kit.errors import BackendError, RecipeError
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.testing.compare import assert_same_bits
+
+K, ROWS = 64, 32
+RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
+
+
+def net():
+    torch.manual_seed(0)
+    layers = Linear(K, 96, device="cuda"), torch.nn.GELU(), Linear(96, K, device="cuda"), LayerNormMLP(K, 128, device="cuda")
+    return torch.nn.Sequential(*layers)
+
+
+def sample():
+    return (torch.randn(ROWS, K, device="cuda", requires_grad=True),)
+
+
+def steps(call, model, recipe):
+    opt, out = torch.optim.SGD(model.parameters(), lr=1e-2), []
+    for step in range(5):
+        x = torch.randn(ROWS, K, device="cuda", generator=torch.Generator("cuda").manual_seed(step), requires_grad=True)
+        opt.zero_grad(set_to_none=False)
+        with autocast(recipe=recipe):
+            y = call(x)
+        y.square().mean().backward()
+        opt.step()
+        out += [y.detach().clone(), x.grad.clone()]
+    out += [p.detach().clone() for p in model.parameters()]
+    return out + [part.clone() for m in model.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_replays_equal_eager_steps(name):
+    with fk.deterministic():
+        model = net()
+        twin = copy.deepcopy(model)
+        graphed = make_graphed_callables(model, sample(), enabled=True, recipe=RECIPES[name])
+        assert graphed is model
+        assert all(p.grad is None for p in model.parameters())
+        for i, (a, b) in enumerate(zip(steps(graphed, model, RECIPES[name]), steps(twin, twin, RECIPES[name]), strict=True)):
+            assert_same_bits(f"result {i}", a.cpu().numpy(), b.cpu().numpy())
+
+
+@pytest.mark.gpu
+def test_another_recipe_is_refused():
+    graphed = make_graphed_callables(net(), sample(), enabled=True, recipe=RECIPES["delayed"])
+    with autocast(recipe=DelayedScaling(amax_history_len=7)), pytest.raises(RecipeError, match="as captured"):
+        graphed(torch.randn(ROWS, K, device="cuda"))
+
+
+def test_a_cpu_has_no_graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    layer = Linear(K, K, device="cpu")
+    with pytest.raises(BackendError, match="no CUDA device"):
+        make_graphed_callables(layer, (torch.randn(2, K),), enabled=True)
+    with pytest.raises(NotImplementedError, match="_order"):
+        make_graphed_callables(layer, (torch.randn(2, K),), _order=[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RecipeError, match="fp8_enabled"):
+        make_graphed_callables(layer, (torch.randn(2, K),), enabled=True, fp8_enabled=True)

@@ -1,0 +1,107 @@
+"""GroupedLinear against one Linear for each group: the same bits, FP8 state included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fp8kit_torch import GroupedLinear, Linear, autocast
+
+from fp8kit.errors import ShapeError
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
+
+K, N, SPLITS = 32, 48, [16, 0, 5, 32]
+RECIPES = {"plain": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling()}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request):
+    return request.param
+
+
+def pair(place, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    grouped = GroupedLinear(len(SPLITS), K, N, params_dtype=dtype, device=place, **options)
+    singles = [Linear(K, N, params_dtype=dtype, device=place, **options) for _ in SPLITS]
+    with torch.no_grad():
+        for i, single in enumerate(singles):
+            single.weight.copy_(getattr(grouped, f"weight{i}"))
+            if single.bias is not None:
+                single.bias.copy_(getattr(grouped, f"bias{i}").normal_())
+    return grouped, singles
+
+
+def bits(t):
+    return t.detach().float().cpu().numpy()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("micro", [False, True], ids=["each", "microbatches"])
+def test_equals_one_linear_for_each_group(place, recipe, micro):
+    grouped, singles = pair(place)
+    for step in range(4):
+        first = (step % 2 == 0) if micro else None
+        x = torch.randn(sum(SPLITS), K, device=place, requires_grad=True)
+        twin, g = x.detach().clone().requires_grad_(), torch.randn(sum(SPLITS), N, device=place)
+        with autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+            y = grouped(x, SPLITS, first)
+            parts = [s(p, first) for s, p in zip(singles, twin.split(SPLITS), strict=True) if len(p)]
+        y.backward(g)
+        torch.cat(parts).backward(g)
+        assert_same_bits(f"step {step}: y", bits(y), bits(torch.cat(parts)))
+        assert_same_bits(f"step {step}: dx", bits(x.grad), bits(twin.grad))
+        for i, (single, rows) in enumerate(zip(singles, SPLITS, strict=True)):
+            for name in ("weight", "bias"):
+                got, want = getattr(grouped, f"{name}{i}").grad, getattr(single, name).grad
+                assert_same_bits(f"step {step}: {name}{i}", bits(got), bits(want) if rows else 0 * bits(got))
+            if recipe == "delayed" and rows:
+                for state, slots in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+                    mine, own = grouped.fp8_meta[state], single.fp8_meta[state]
+                    assert_same_bits(f"{state} of {i}", bits(mine.scale[slots * i : slots * i + slots]), bits(own.scale))
+                    history = mine.amax_history[:, slots * i : slots * i + slots]
+                    assert_same_bits(f"{state} history of {i}", bits(history), bits(own.amax_history))
+
+
+def test_high_precision_against_float64(place):
+    grouped, _ = pair(place)
+    x = torch.randn(sum(SPLITS), K, device=place)
+    y = grouped(x, SPLITS)
+    start = 0
+    for i, rows in enumerate(SPLITS):
+        part, w, b = (t.detach().double().cpu().numpy() for t in (x[start : start + rows], getattr(grouped, f"weight{i}"),
+                                                                  getattr(grouped, f"bias{i}")))
+        slack = sum_slack(np.abs(part) @ np.abs(w.T) + np.abs(b), K)
+        assert_close(f"group {i}", bits(y[start : start + rows]), part @ w.T + b, "float32", slack)
+        start += rows
+
+
+def test_calibration_returned_biases_and_checkpoints(place):
+    grouped, singles = pair(place, return_bias=True)
+    x = torch.randn(sum(SPLITS), K, device=place)
+    with torch.no_grad(), autocast(enabled=False, calibrating=True):
+        y, biases = grouped(x, SPLITS)
+        parts = [s(p)[0] for s, p in zip(singles, x.split(SPLITS), strict=True) if len(p)]
+    assert_same_bits("y", bits(y), bits(torch.cat(parts)))
+    assert [b is getattr(grouped, f"bias{i}") for i, b in enumerate(biases)] == [True] * len(SPLITS)
+    for i, (single, rows) in enumerate(zip(singles, SPLITS, strict=True)):
+        if rows:
+            assert_same_bits(f"scales {i}", bits(grouped.fp8_meta["scaling_fwd"].scale[3 * i : 3 * i + 3]),
+                             bits(single.fp8_meta["scaling_fwd"].scale))
+    other, _ = pair(place, return_bias=True)
+    other.load_state_dict(grouped.state_dict())
+    assert_same_bits("loaded", bits(other.fp8_meta["scaling_fwd"].scale), bits(grouped.fp8_meta["scaling_fwd"].scale))
+    assert {n for n in grouped.state_dict() if "weight" in n} == {f"weight{i}" for i in range(len(SPLITS))}
+
+
+def test_refusals():
+    grouped = GroupedLinear(2, K, N, device="cpu")
+    for splits in ([3], [3, 4], [-1, 9]):
+        with pytest.raises(ShapeError, match="m_splits"):
+            grouped(torch.zeros(8, K), splits)
+    with pytest.raises(NotImplementedError, match="out"):
+        grouped(torch.zeros(8, K), [4, 4], out=torch.zeros(8, N))
+    with pytest.raises(NotImplementedError, match="single_grouped_weight"):
+        GroupedLinear(2, K, N, single_grouped_weight=True)
+    with pytest.raises(TypeError, match="colour"):
+        GroupedLinear(2, K, N, colour=1)

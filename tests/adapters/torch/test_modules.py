@@ -1,0 +1,179 @@
+"""Arguments, errors, dtypes and the rest of a torch module's manners."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+
+from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError
+
+from .twins import RECIPES, WIDTH, numpy_of, same, torch_step, twins
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["high", "fp8"])
+def test_wrong_input_is_refused_before_anything_runs(device, scaled):
+    layer = ft.Linear(WIDTH, 56, device=device)
+    with ft.autocast(enabled=scaled, recipe=RECIPES["delayed"]):
+        with pytest.raises(ShapeError, match=r"Linear: inp: got shape \(4, 47\), expected a last dimension of 48"):
+            layer(torch.ones(4, 47, device=device))
+        with pytest.raises(FormatError, match=r"linear: weight0: got float32, expected float16"):
+            layer(torch.ones(4, WIDTH, device=device, dtype=torch.float16))
+        with pytest.raises(FormatError, match="dtype"):
+            layer(torch.ones(4, WIDTH, device=device, dtype=torch.complex64))
+        with pytest.raises(Fp8kitError, match=r"expected a torch\.Tensor"):
+            layer([1.0])
+        with pytest.raises(BackendError, match="device meta"):
+            layer(torch.ones(4, WIDTH, device="meta"))
+    assert all(not state.amax_history.any() for state in layer.fp8_meta.values())
+
+
+@pytest.mark.gpu
+def test_a_cpu_tensor_into_a_gpu_module():
+    with pytest.raises(BackendError, match="weight0: got device cuda:0, expected device cpu"):
+        ft.Linear(WIDTH, 56, device="cuda")(torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ft.Linear(8, 8, sequence_parallel=True), "sequence_parallel"),
+        (lambda: ft.Linear(8, 8, ub_overlap_ag=True), "ub_overlap_ag"),
+        (lambda: ft.LayerNormLinear(8, 8, tp_size=2), "tp_size"),
+        (lambda: ft.LayerNormMLP(8, 8, delay_wgrad_compute=True), "delay_wgrad_compute"),
+        (lambda: ft.TransformerLayer(8, 8, 2, layer_type="decoder"), "layer_type"),
+        (lambda: ft.DotProductAttention(2, 4, cp_comm_type="a2a"), "cp_comm_type"),
+        (lambda: ft.LayerNorm((2, 3)), "normalized_shape"),
+        (lambda: ft.Linear(16, 16, device="cpu")(torch.ones(2, 16), fp8_output=True), "fp8_output"),
+    ],
+)
+def test_what_is_not_supported_says_so(make, message):
+    with pytest.raises(NotImplementedError, match=message):
+        make()
+
+
+def test_unknown_arguments():
+    with pytest.raises(TypeError, match="unexpected argument 'outfeatures'"):
+        ft.Linear(8, 8, outfeatures=3)
+    with pytest.raises(Fp8kitError, match="in_features"):
+        ft.Linear(0, 8)
+
+
+def test_names_of_parameters():
+    layer = ft.TransformerLayer(WIDTH, 64, 4, device="cpu")
+    names = {name for name, _ in layer.named_parameters()}
+    qkv = {f"layernorm_qkv.{part}_{what}" for part in ("query", "key", "value") for what in ("weight", "bias")}
+    own = {*qkv, "layernorm_qkv.layer_norm_weight", "layernorm_qkv.layer_norm_bias", "proj.weight", "proj.bias"}
+    mlp = {"layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"}
+    assert names == {f"self_attention.{n}" for n in own} | {f"layernorm_mlp.{n}" for n in mlp}
+
+
+def test_return_bias(device):
+    ours, _ = twins("Linear", device, return_bias=True)
+    x = torch.randn(4, WIDTH, device=device)
+    y, bias = ours(x)
+    assert bias is ours.bias
+    want = ft.Linear(WIDTH, 56, bias=False, device=device)
+    want.load_state_dict({"weight": ours.weight})
+    same(y, want(x), "y without bias")
+
+
+def test_no_gradient_where_none_is_wanted(device):
+    ours, _ = twins("LayerNormMLP", device)
+    full = torch_step(ours, ours, RECIPES["current"], x := torch.randn(4, WIDTH, device=device))
+    ours.fc1_weight.requires_grad_(False)
+    part = torch_step(ours, ours, RECIPES["current"], x, full[-1])
+    assert ours.fc1_weight.grad is None
+    same(part[1], full[1], "dx")
+    same(part[2]["fc2_weight"], full[2]["fc2_weight"], "fc2")
+    for p in ours.parameters():
+        p.requires_grad_(False)
+    with ft.autocast(recipe=RECIPES["current"]):
+        assert not ours(x).requires_grad
+
+
+def test_not_contiguous(device):
+    ours, _ = twins("Linear", device)
+    x = torch.randn(WIDTH, 6, device=device).t()
+    same(ours(x), ours(x.contiguous()), "y")
+    y = ours(x)
+    y.backward(torch.ones(1, 1, device=device).expand_as(y))
+    same(ours.bias.grad, torch.full((56,), 6.0), "db")
+
+
+def test_torch_autocast(device):
+    ours, _ = twins("TransformerLayer", device)
+    lower = ft.TransformerLayer(WIDTH, 64, 4, num_gqa_groups=2, hidden_dropout=0, attention_dropout=0, device=device,
+                                params_dtype=torch.bfloat16)
+    lower.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 3, WIDTH, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        y = ours(x)
+    assert y.dtype == torch.bfloat16
+    same(y, lower(x.bfloat16()), "y")
+    y.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed"])
+def test_main_grad(device, recipe):
+    ours, _ = twins("LayerNormMLP", device, fuse_wgrad_accumulation=False)
+    fused = ft.LayerNormMLP(WIDTH, 40, fuse_wgrad_accumulation=True, device=device)
+    fused.load_state_dict(ours.state_dict())
+    x = torch.randn(4, WIDTH, device=device)
+    with pytest.raises(Fp8kitError, match="main_grad"):
+        fused(x)
+    for p in (fused.fc1_weight, fused.fc2_weight):
+        p.main_grad = torch.full_like(p, 3.0)
+    fused.fc2_weight.grad_added_to_main_grad = False
+    want = {"fc1_weight": 0.0, "fc2_weight": 0.0}
+    for first in (True, False):
+        *_, grads, g = torch_step(ours, ours, RECIPES[recipe], x, is_first_microbatch=first)
+        *_, others, _ = torch_step(fused, fused, RECIPES[recipe], x, g, is_first_microbatch=first)
+        for name in want:
+            want[name] = want[name] + grads[name]
+            same(getattr(fused, name).main_grad, want[name], (name, first))
+        same(others["fc1_bias"], grads["fc1_bias"], "bias")
+    assert fused.fc1_weight.grad is None
+    assert fused.fc2_weight.grad_added_to_main_grad
+    assert not fused.fc2_weight.grad.any()
+
+
+def test_sequential_and_a_training_loop(device):
+    model = torch.nn.Sequential(ft.LayerNormLinear(WIDTH, 64, device=device), torch.nn.GELU(), ft.Linear(64, 4, device=device))
+    target, x = torch.randn(32, 4, device=device), torch.randn(32, WIDTH, device=device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        with ft.autocast(recipe=RECIPES["delayed"]):
+            y = model(x)
+        loss = torch.nn.functional.mse_loss(y, target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_second_derivatives_are_refused(device):
+    ours, _ = twins("Linear", device)
+    x = torch.randn(4, WIDTH, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(ours(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_fp8_autocast_takes_the_older_names():
+    with ft.fp8_autocast(enabled=True, fp8_recipe=RECIPES["current"]) as scope:
+        assert scope.recipe is RECIPES["current"]
+
+
+def test_rope_alone(device):
+    angles = ft.RotaryPositionEmbedding(8, rotary_percent=0.5, device=device)(6)
+    t = torch.randn(6, 2, 3, 8, device=device, requires_grad=True)
+    y = ft.apply_rotary_pos_emb(t, angles)
+    a = angles[..., :2].double().cpu()
+    left, right = t.double().cpu()[..., :2], t.double().cpu()[..., 2:4]
+    want = torch.cat([left * a.cos() - right * a.sin(), right * a.cos() + left * a.sin(), t.double().cpu()[..., 4:]], -1)
+    torch.testing.assert_close(y.double().cpu(), want, rtol=0, atol=4 * 2.0**-23 * t.abs().max().item())
+    assert numpy_of(torch.autograd.grad(y.sum(), t)[0]).shape == (6, 2, 3, 8)

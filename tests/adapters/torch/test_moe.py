@@ -1,0 +1,181 @@
+"""Permutation of tokens to experts and back, against loops in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fp8kit_torch import moe
+
+from fp8kit.errors import FormatError, ShapeError
+from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
+
+TOKENS, EXPERTS, HIDDEN = 13, 5, 7
+
+
+def draw(seed, *shape, dtype=torch.float32):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).to(dtype)
+
+
+def mask_of(seed, density=0.4):
+    return torch.from_numpy(np.random.default_rng(seed).random((TOKENS, EXPERTS)) < density)
+
+
+def pairs_of(mask):
+    """(token, expert) in the order of the permuted rows."""
+    return [(t, e) for e in range(mask.shape[1]) for t in range(mask.shape[0]) if mask[t, e]]
+
+
+def f64(t):
+    return t.detach().to(torch.float64).numpy()
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("more", [0, 3, -4], ids=["exact", "room", "dropping"])
+def test_mask_map(dtype, more):
+    mask, x = mask_of(0), draw(1, TOKENS, HIDDEN, dtype=dtype).requires_grad_()
+    pairs = pairs_of(mask)
+    rows = len(pairs) + more
+    out, row_id_map = moe.moe_permute(x, mask, rows)
+    wanted = np.zeros((rows, HIDDEN))
+    for r, (t, _) in enumerate(pairs[:rows]):
+        wanted[r] = f64(x)[t]
+    assert_same_bits("rows", f64(out), wanted)
+    g = draw(2, rows, HIDDEN, dtype=dtype)
+    out.backward(g)
+    dx, size = np.zeros((TOKENS, HIDDEN)), np.zeros((TOKENS, HIDDEN))
+    for r, (t, _) in enumerate(pairs[:rows]):
+        dx[t] += f64(g)[r]
+        size[t] += np.abs(f64(g)[r])
+    assert_close("dx", f64(x.grad), dx, name_of(dtype), sum_slack(size, EXPERTS))
+
+    probs = draw(3, TOKENS, EXPERTS).requires_grad_()
+    y = draw(4, rows, HIDDEN, dtype=dtype).requires_grad_()
+    back = moe.moe_unpermute(y, row_id_map, probs, (TOKENS, HIDDEN))
+    g = draw(5, TOKENS, HIDDEN, dtype=dtype)
+    back.backward(g)
+    total, size, dy, dp = np.zeros((TOKENS, HIDDEN)), np.zeros((TOKENS, HIDDEN)), np.zeros((rows, HIDDEN)), np.zeros((TOKENS, EXPERTS))
+    for r, (t, e) in enumerate(pairs[:rows]):
+        p = f64(probs)[t, e]
+        total[t] += p * f64(y)[r]
+        size[t] += np.abs(p * f64(y)[r])
+        dy[r] = p * f64(g)[t]
+        dp[t, e] = f64(y)[r] @ f64(g)[t]
+    assert_close("out", f64(back), total, name_of(dtype), sum_slack(size, EXPERTS))
+    assert_close("dy", f64(y.grad), dy, name_of(dtype))
+    magnitude = np.abs(f64(y)).max() * np.abs(f64(g)).max() * HIDDEN
+    assert_close("dprobs", f64(probs.grad), dp, "float32", sum_slack(magnitude, HIDDEN))
+
+
+@pytest.mark.parametrize("rows", [-1, 20, 40], ids=["all", "dropping", "room"])
+def test_index_map(rows):
+    topk = 2
+    index = torch.from_numpy(np.random.default_rng(0).integers(-1, EXPERTS, (TOKENS, topk)).astype(np.int32))
+    x = draw(1, TOKENS, HIDDEN).requires_grad_()
+    out, row_id_map = moe.moe_permute(x, index, rows, map_type="index")
+    flat = [(t, k) for t in range(TOKENS) for k in range(topk)]
+    order = sorted((p for p in flat if index[p] >= 0), key=lambda p: int(index[p]))
+    count = TOKENS * topk if rows < 0 else rows
+    order = order[:count]
+    wanted = np.zeros((count, HIDDEN))
+    for r, (t, _) in enumerate(order):
+        wanted[r] = f64(x)[t]
+    assert_same_bits("rows", f64(out), wanted)
+    probs = draw(2, TOKENS, topk).requires_grad_()
+    back = moe.moe_unpermute(out, row_id_map, probs, map_type="index")
+    total, size = np.zeros((TOKENS, HIDDEN)), np.zeros((TOKENS, HIDDEN))
+    for t, k in order:
+        total[t] += f64(probs)[t, k] * f64(x)[t]
+        size[t] += np.abs(f64(probs)[t, k] * f64(x)[t])
+    assert_close("out", f64(back), total, "float32", sum_slack(size, topk))
+    # the gradient of both together, against torch's own autograd in float64
+    g = draw(3, TOKENS, HIDDEN)
+    back.backward(g)
+    x64, p64 = x.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
+    weights = torch.zeros(TOKENS, dtype=torch.float64)
+    for t, k in order:
+        weights = weights + p64[t, k] * torch.nn.functional.one_hot(torch.tensor(t), TOKENS)
+    (x64 * weights[:, None]).backward(g.double())
+    assert_close("dx", f64(x.grad), f64(x64.grad), "float32", sum_slack(10 * np.abs(f64(g)), 4))
+    assert_close("dprobs", f64(probs.grad), f64(p64.grad), "float32", sum_slack(HIDDEN * np.abs(f64(x) * f64(g)).max(), HIDDEN))
+
+
+def test_probs_travel_with_their_rows_and_padding_fills_experts_up():
+    mask, x = mask_of(7), draw(1, TOKENS, HIDDEN).requires_grad_()
+    probs = draw(2, TOKENS, EXPERTS).requires_grad_()
+    pairs = pairs_of(mask)
+    rows, weights, _ = moe.moe_permute_with_probs(x, probs, mask, len(pairs))
+    assert_same_bits("probs", f64(weights), np.array([f64(probs)[p] for p in pairs]))
+    counts = mask.sum(0)
+    padded, pad_weights, row_id_map, offsets, new_counts = moe.moe_permute_and_pad_with_probs(x, probs, mask, counts, 4)
+    assert new_counts.tolist() == [-(-int(c) // 4) * 4 for c in counts]
+    start = 0
+    for e, (have, want) in enumerate(zip(counts.tolist(), new_counts.tolist(), strict=True)):
+        tokens = [t for t in range(TOKENS) if mask[t, e]]
+        assert_same_bits(f"expert {e}", f64(padded)[start : start + have], f64(x)[tokens])
+        assert not padded[start + have : start + want].any()
+        assert not pad_weights[start + have : start + want].any()
+        assert_same_bits(f"probs of expert {e}", f64(pad_weights)[start : start + have], f64(probs)[tokens, e])
+        start += want
+    back = moe.moe_unpermute(padded, row_id_map, restore_shape=x.shape, pad_offsets=offsets)
+    plain = moe.moe_unpermute(rows, row_id_map, restore_shape=x.shape)
+    assert_same_bits("unpermuted", f64(back), f64(plain))
+    (pad_weights * torch.arange(len(pad_weights))).sum().backward()
+    where = {p: i for i, p in enumerate((t, e) for e in range(EXPERTS) for t in [*[t for t in range(TOKENS) if mask[t, e]],
+             *[-1] * int(new_counts[e] - counts[e])])}
+    wanted = np.array([[where.get((t, e), 0) for e in range(EXPERTS)] for t in range(TOKENS)], float)
+    assert_same_bits("dprobs", f64(probs.grad), wanted)
+
+
+def test_sorting_chunks():
+    x, probs = draw(0, 11, 3).requires_grad_(), draw(1, 11).requires_grad_()
+    sizes, order = torch.tensor([3, 0, 5, 2, 1]), torch.tensor([2, 4, 0, 1, 3])
+    cuts = np.cumsum(sizes.numpy())[:-1]
+    chunks, weights = f64(x).copy(), f64(probs).copy()
+    wanted = np.concatenate([np.split(chunks, cuts)[i] for i in order])
+    rows, out_probs = moe.moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+    assert_same_bits("rows", f64(rows), wanted)
+    assert_same_bits("probs", f64(out_probs), np.concatenate([np.split(weights, cuts)[i] for i in order]))
+    assert_same_bits("rows alone", f64(moe.moe_sort_chunks_by_index(x, sizes, order)), wanted)
+    (rows * 2).sum().backward()
+    assert_same_bits("dx", f64(x.grad), np.full((11, 3), 2.0))
+
+
+def test_empty_inputs_and_refusals():
+    out, row_id_map = moe.moe_permute(torch.zeros(0, 4), torch.zeros(0, 3, dtype=torch.bool), 0)
+    assert out.shape == (0, 4)
+    assert moe.moe_unpermute(out, row_id_map, restore_shape=(0, 4)).shape == (0, 4)
+    x, mask = torch.zeros(3, 4), torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(ShapeError, match="moe_permute: routing_map"):
+        moe.moe_permute(x, torch.ones(2, 2, dtype=torch.bool), 4)
+    with pytest.raises(ShapeError, match="num_out_tokens"):
+        moe.moe_permute(x, mask)
+    with pytest.raises(FormatError, match="map_type"):
+        moe.moe_permute(x, mask, 6, map_type="tokens")
+    rows, row_id_map = moe.moe_permute(x, mask, 6)
+    with pytest.raises(ShapeError, match="restore_shape"):
+        moe.moe_unpermute(rows, row_id_map, restore_shape=(3, 5))
+    with pytest.raises(ShapeError, match="inp"):
+        moe.moe_unpermute(rows[:4], row_id_map, restore_shape=(3, 4))
+    with pytest.warns(DeprecationWarning, match="merging_probs"):
+        moe.moe_unpermute(rows, row_id_map, probs=torch.ones(3, 2))
+    with pytest.raises(ShapeError, match="split_sizes"):
+        moe.moe_sort_chunks_by_index(x, torch.tensor([1, 1]), torch.tensor([1, 0]))
+
+
+@pytest.mark.gpu
+def test_the_gpu_agrees_with_the_cpu():
+    mask, x, probs = mask_of(3), draw(1, TOKENS, HIDDEN, dtype=torch.bfloat16), draw(2, TOKENS, EXPERTS)
+    results = []
+    for device in ("cpu", "cuda"):
+        a, p = x.to(device).requires_grad_(), probs.to(device).requires_grad_()
+        rows, weights, row_id_map = moe.moe_permute_with_probs(a, p, mask.to(device), int(mask.sum()))
+        out = moe.moe_unpermute(rows * weights[:, None].to(rows.dtype), row_id_map, p, x.shape)
+        out.sum().backward()
+        results.append([f64(t.cpu()) for t in (rows, weights, out, a.grad, p.grad)])
+    for cpu, gpu, name in zip(*results, ("rows", "weights", "out", "dx", "dprobs"), strict=True):
+        assert_close(name, gpu, cpu, "bfloat16", sum_slack(EXPERTS * np.abs(cpu).max(), HIDDEN))

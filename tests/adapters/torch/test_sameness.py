@@ -1,0 +1,169 @@
+"""Modules through the torch door and through the native one: outputs, gradients and FP8 state are the same bits."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import numpy as np
+import pytest
+import torch
+
+import fp8kit as fk
+from fp8kit import nn
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+
+from .twins import KINDS, RECIPES, WIDTH, batches, native_step, same, same_state, same_steps, scope, torch_step, twins
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
+def test_layers(device, kind, recipe):
+    ours, native = twins(kind, device)
+    same_steps(ours, native, ours, RECIPES[recipe], device, around=RECIPES[recipe])
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms(device, kind):
+    ours, native = twins(kind, device)
+    same_steps(ours, native, ours, None, device)
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_bfloat16(device, recipe):
+    ours, native = twins("TransformerLayer", device, "bfloat16", normalization="RMSNorm", activation="swiglu", bias=False)
+    same_steps(ours, native, ours, RECIPES[recipe], device, "bfloat16", around=RECIPES[recipe])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"apply_residual_connection_post_layernorm": True},
+        {"output_layernorm": True, "attn_input_format": "bshd"},
+        {"fuse_qkv_params": True, "num_gqa_groups": 4, "window_size": (2, 0)},
+        {"softmax_type": "off-by-one", "self_attn_mask_type": "no_mask", "zero_centered_gamma": True},
+    ],
+    ids=["post", "output", "fused", "softmax"],
+)
+def test_layer_variants(device, options):
+    ours, native = twins("TransformerLayer", device, **options)
+    same_steps(ours, native, ours, RECIPES["delayed"], device, around=RECIPES["delayed"])
+
+
+def test_rotary_and_bias(device):
+    ours, native = twins("TransformerLayer", device)
+    angles = ft.RotaryPositionEmbedding(12, device=device)(5)
+    np.testing.assert_allclose(angles.cpu().numpy(), nn.RotaryPositionEmbedding(12, device="cpu")(5).numpy(), rtol=1e-6)  # ulps of pow
+    bias = torch.randn(1, 4, 5, 5, device=device)
+    own = {"rotary_pos_emb": angles, "core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    foreign = {n: fk.tensor(v.cpu().numpy(), device=device) if isinstance(v, torch.Tensor) else v for n, v in own.items()}
+    for x in batches(device):
+        y, dx, _, g = torch_step(ours, ours, RECIPES["delayed"], x, **own)
+        yn, dxn, _ = native_step(native, RECIPES["delayed"], x, g, **foreign)
+        same(y, yn.view, "y")
+        same(dx, dxn, "dx")
+    assert same_state(ours, native) == 18
+
+
+def test_cross_attention(device):
+    options = {"hidden_size": WIDTH, "num_attention_heads": 4, "attention_dropout": 0.0, "attention_type": "cross", "device": device,
+               "input_layernorm": True, "attn_mask_type": "no_mask"}
+    ours, native = ft.MultiheadAttention(**options), nn.MultiheadAttention(**options)
+    native.load_state_dict({name: p.detach().cpu().numpy() for name, p in ours.named_parameters()})
+    x, memory = torch.randn(5, 3, WIDTH, device=device), torch.randn(7, 3, WIDTH, device=device)
+    for _ in range(2):
+        with scope(ft, RECIPES["delayed"]):
+            y = ours(x, encoder_output=memory)
+        with scope(fk, RECIPES["delayed"]):
+            yn = native(x.cpu().numpy() if device == "cpu" else fk.tensor(x.cpu().numpy(), device=device),
+                        encoder_output=fk.tensor(memory.cpu().numpy(), device=device))
+        same(y, yn.view, "y")
+        y.sum().backward()
+        yn.backward(fk.tensor(np.ones(yn.shape, np.float32), device=device))
+    assert same_state(ours, native) == 18
+
+
+def test_packed_sequences(device):
+    ours = ft.DotProductAttention(4, 12, qkv_format="thd", attn_mask_type="padding_causal", device=device)
+    native = nn.DotProductAttention(4, 12, qkv_format="thd", attn_mask_type="padding_causal", device=device)
+    lengths = torch.tensor([0, 3, 7, 8], dtype=torch.int32, device=device)
+    parts = [torch.randn(8, 4, 12, device=device) for _ in range(3)]
+    y = ours(*parts, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    foreign = [fk.tensor(part.cpu().numpy(), device=device) for part in (*parts, lengths)]
+    same(y, native(*foreign[:3], cu_seqlens_q=foreign[3], cu_seqlens_kv=foreign[3]).view, "o")
+
+
+def test_padding_mask_is_counted(device):
+    ours = ft.DotProductAttention(4, 12, attn_mask_type="padding", device=device)
+    parts = [torch.randn(6, 2, 4, 12, device=device) for _ in range(3)]
+    mask = torch.arange(6, device=device)[None, None, None] >= torch.tensor([4, 6], device=device)[:, None, None, None]
+    lengths = torch.tensor([0, 4, 10], dtype=torch.int32, device=device)
+    same(ours(*parts, attention_mask=mask), ours(*parts, cu_seqlens_q=lengths, cu_seqlens_kv=lengths), "o")
+    with pytest.raises(fk.errors.ShapeError, match="padding after all true positions"):
+        ours(*parts, attention_mask=~mask)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("kind", ["LayerNormMLP", "TransformerLayer"])
+def test_microbatches(device, kind, recipe):
+    ours, native = twins(kind, device)
+    for i, x in enumerate(batches(device, steps=4)):
+        first = i % 2 == 0
+        y, dx, grads, g = torch_step(ours, ours, RECIPES[recipe], x, is_first_microbatch=first)
+        yn, dxn, gradsn = native_step(native, RECIPES[recipe], x, g, is_first_microbatch=first)
+        same(y, yn.view, "y")
+        same(dx, dxn, "dx")
+        for name, grad in grads.items():
+            same(grad, gradsn[name], name)
+        same_state(ours, native)
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_calibration(device, kind):
+    ours, native = twins(kind, device)
+    recipe = DelayedScaling(amax_history_len=3)
+    for x in batches(device, steps=2):
+        with torch.no_grad(), ft.autocast(enabled=False, calibrating=True, recipe=recipe):
+            y = ours(x)
+        with fk.no_grad(), fk.autocast(enabled=False, calibrating=True, recipe=recipe):
+            yn = native(fk.tensor(x.cpu().numpy(), device=device))
+        same(y, yn.view, "y")
+        assert same_state(ours, native) == 6
+
+
+def test_dropout_follows_torchs_generator(device):
+    ours, _ = twins("TransformerLayer", device, hidden_dropout=0.3, attention_dropout=0.2)
+    x = torch.randn(5, 3, WIDTH, device=device)
+
+    def once(seed):
+        torch.manual_seed(seed)
+        return ours(x).detach()
+
+    same(once(3), once(3), "the same seed")
+    assert not torch.equal(once(3), once(4))
+    ours.eval()
+    same(once(3), once(4), "no dropout")
+
+
+def test_functions(device):
+    logits, targets = torch.randn(4, 3, 20, device=device, requires_grad=True), torch.randint(0, 20, (4, 3), device=device)
+    targets[0, 0] = -100
+    loss = ft.parallel_cross_entropy(logits, targets, label_smoothing=0.1, reduce_loss=True)
+    want = torch.nn.functional.cross_entropy(logits.double().reshape(-1, 20), targets.reshape(-1), label_smoothing=0.1)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    (grad,), (expected,) = torch.autograd.grad(loss, logits), torch.autograd.grad(want, logits)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-8)
+    table = torch.randn(20, 8, device=device, requires_grad=True)
+    ids = torch.tensor([[1, 3], [3, 19]], device=device)
+    rows = ft.embedding(ids, table)
+    same(rows, table[ids], "rows")
+    rows.backward(torch.ones_like(rows))
+    same(table.grad, torch.autograd.grad(table[ids].sum(), table)[0], "dtable")
+    x, r, b = (torch.randn(shape, device=device, requires_grad=True) for shape in ((3, 8), (3, 8), (8,)))
+    y = ft.dropout_add(x, r, b)
+    same(y, r + (x + b), "y")
+    y.sum().backward()
+    same(b.grad, torch.full((8,), 3.0), "db")
+
+
+def test_kinds_are_all_there():
+    assert set(KINDS) <= set(ft.__all__)
+    assert Float8CurrentScaling is ft.Float8CurrentScaling

@@ -1,0 +1,193 @@
+"""FP8 state: when it is updated, how it is moved, copied, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+
+import fp8kit_torch as ft
+import numpy as np
+import pytest
+import torch
+
+from fp8kit.errors import CheckpointError
+from fp8kit.recipe import DelayedScaling
+
+from .twins import RECIPES, WIDTH, batches, same, same_state, torch_step, twins
+
+RECIPE = RECIPES["delayed"]
+
+
+def trained(device, kind="TransformerLayer"):
+    ours, _ = twins(kind, device)
+    for x in batches(device):
+        torch_step(ours, ours, RECIPE, x)
+    return ours
+
+
+def test_states_are_named_like_transformer_engines(device):
+    mlp, layer = trained(device, "LayerNormMLP"), trained(device, "Linear")
+    assert set(mlp.fp8_meta) == {"scaling_fwd", "scaling_bwd"}
+    assert mlp.fp8_meta["scaling_fwd"].amax_history.shape == (3, 6)
+    assert mlp.fp8_meta["scaling_bwd"].scale.shape == (4,)
+    forward = layer.fp8_meta["scaling_fwd"]  # the batches grow, so the last one rules
+    want = np.float32(448 / 2) / forward.amax_history.cpu().numpy()[:, 0].max()
+    same(forward.scale[:1], np.array([want]), "scale")
+
+
+def test_saved_and_loaded(device):
+    ours = trained(device)
+    stored = io.BytesIO()
+    torch.save(ours.state_dict(), stored)
+    stored.seek(0)
+    state = torch.load(stored, weights_only=True)
+    packed = state["layernorm_mlp._extra_state"]
+    assert packed.dtype == torch.uint8
+    other, _ = twins("TransformerLayer", device)
+    other.load_state_dict(state)
+    x = torch.randn(5, 3, WIDTH, device=device)
+    one = torch_step(ours, ours, RECIPE, x)
+    two = torch_step(other, other, RECIPE, x, one[-1])
+    same(two[0], one[0], "y")
+    same(two[1], one[1], "dx")
+    for path, module in ours.named_modules():
+        for name, part in getattr(module, "fp8_meta", {}).items():
+            for field in ("scale", "scale_inv", "amax_history"):
+                same(getattr(other.get_submodule(path).fp8_meta[name], field), getattr(part, field), (path, name, field))
+
+
+def test_plain_weights_load(device):
+    ours = trained(device, "Linear")
+    plain = {name: p for name, p in ours.state_dict().items() if not name.endswith("_extra_state")}
+    ft.Linear(WIDTH, 56, device=device).load_state_dict(plain)
+
+
+def test_a_wrong_state_changes_nothing(device):
+    ours = trained(device, "Linear")
+    before = ours.get_extra_state()
+    wide = trained(device, "LayerNormMLP").get_extra_state()
+    for wrong, message in ((torch.tensor([1, 2, 3], dtype=torch.uint8), "another layout"), (wide, "expected float32"),
+                           (torch.zeros(3), "one-dimensional uint8")):
+        with pytest.raises(CheckpointError, match=message):
+            ours.set_extra_state(wrong)
+    same(ours.get_extra_state(), before, "state")
+
+
+def test_deepcopy_is_apart(device):
+    ours = trained(device, "Linear")
+    other = copy.deepcopy(ours)
+    same(other.get_extra_state(), ours.get_extra_state(), "copied")
+    before = ours.get_extra_state()
+    torch_step(other, other, RECIPE, torch.randn(4, WIDTH, device=device) * 100)
+    same(ours.get_extra_state(), before, "the original")
+    assert not torch.equal(other.get_extra_state(), before)
+
+
+def test_half_keeps_the_scales_float32(device):
+    ours = trained(device, "Linear").half()
+    assert ours.weight.dtype == torch.float16
+    state = ours.fp8_meta["scaling_fwd"]
+    assert state.scale.dtype == torch.float32
+    torch_step(ours, ours, RECIPE, torch.randn(4, WIDTH, device=device).half())
+
+
+def test_an_exception_drops_the_step(device):
+    ours = trained(device, "Linear")
+    before = ours.get_extra_state()
+
+    def step():
+        with ft.autocast(recipe=RECIPE):
+            ours(torch.randn(4, WIDTH, device=device))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        step()
+    same(ours.get_extra_state(), before, "state")
+
+
+def test_inference_leaves_no_trace(device):
+    ours = trained(device, "Linear")
+    before = ours.get_extra_state()
+    for inference in (torch.no_grad, torch.inference_mode):
+        with inference(), ft.autocast(recipe=RECIPE):
+            ours(torch.randn(4, WIDTH, device=device))
+    same(ours.get_extra_state(), before, "state")
+
+
+def test_backward_state_is_updated_once_a_pass(device):
+    ours, _ = twins("Linear", device)
+    with ft.autocast(recipe=RECIPE):
+        y = ours(torch.randn(4, WIDTH, device=device)) + ours(torch.randn(4, WIDTH, device=device))
+    y.backward(torch.full_like(y, 0.5))
+    history = ours.fp8_meta["scaling_bwd"].amax_history[:, 0].tolist()
+    assert history == [0.0, 0.0, 0.5]
+    assert ours.fp8_meta["scaling_bwd"].scale[0].item() == 57344 / 2 / 0.5
+
+
+def test_history_length_may_change(device):
+    ours = trained(device, "Linear")
+    kept = ours.fp8_meta["scaling_fwd"].amax_history.clone()
+    for length in (5, 2):
+        with ft.autocast(recipe=DelayedScaling(amax_history_len=length)):
+            ours(torch.zeros(4, WIDTH, device=device)).sum().backward()
+        assert ours.fp8_meta["scaling_fwd"].amax_history.shape == (length, 3)
+    same(ours.fp8_meta["scaling_fwd"].amax_history[:2, 0], kept[:2, 0], "an unused operand does not age")
+
+
+def test_callables_run_on_the_host(device):
+    seen = []
+
+    def scale(amax, old, fp8_max, recipe):
+        seen.append(amax.copy())
+        return np.full_like(old, 2.0)
+
+    ours, _ = twins("Linear", device)
+    with ft.autocast(recipe=DelayedScaling(scaling_factor_compute_algo=scale)):
+        y = ours(torch.ones(4, WIDTH, device=device))
+    y.sum().backward()
+    assert len(seen) == 2
+    assert ours.fp8_meta["scaling_fwd"].scale.tolist() == [2.0, 2.0, 1.0]
+
+
+def test_threads_have_autocasts_of_their_own(device):
+    ours, _ = twins("Linear", device)
+    found = []
+    with ft.autocast(recipe=RECIPE):
+        thread = threading.Thread(target=lambda: found.append(ours(torch.ones(4, WIDTH, device=device))))
+        thread.start()
+        thread.join()
+    same(found[0], ours(torch.ones(4, WIDTH, device=device)), "high precision")
+    assert not ours.fp8_meta
+
+
+def test_meta_then_reset(device):
+    ours = ft.TransformerLayer(WIDTH, 64, 4, device="meta")
+    assert all(p.is_meta for p in ours.parameters())
+    ours.to_empty(device=device)
+    for module in ours.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    weight = ours.layernorm_mlp.fc1_weight
+    assert abs(weight.std().item() - 0.023) < 5 * 0.023 / np.sqrt(2 * weight.numel())
+    same(ours.layernorm_mlp.layer_norm_weight, np.ones(WIDTH, np.float32), "gamma")
+    torch_step(ours, ours, RECIPE, torch.randn(5, 3, WIDTH, device=device))
+
+
+@pytest.mark.gpu
+def test_moves_between_devices():
+    ours = trained("cpu", "Linear")
+    before = ours.get_extra_state()
+    ours.to("cuda")
+    same(ours.get_extra_state(), before, "state")
+    assert ours.fp8_meta["scaling_fwd"].scale.is_cuda
+    torch_step(ours, ours, RECIPE, torch.randn(4, WIDTH, device="cuda"))
+
+
+def test_native_state_is_the_same_file_of_numbers(device):
+    ours, native = twins("Linear", device)
+    same_state(ours, native)
+    torch_step(ours, ours, RECIPE, torch.ones(4, WIDTH, device=device))
+    state = ours.fp8_meta["scaling_fwd"]
+    assert state.scale[0].item() == 448 / 2
+    assert state.scale_inv[0].item() == np.float32(1) / np.float32(224)
