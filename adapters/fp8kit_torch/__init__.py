@@ -3,6 +3,7 @@
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.autocast import autocast, fp8_autocast
+from fp8kit_torch.checkpoint import checkpoint
 from fp8kit_torch.dot_product_attention import DotProductAttention
 from fp8kit_torch.functional import cross_entropy, dropout_add, embedding, parallel_cross_entropy
 from fp8kit_torch.linear import Linear
@@ -32,6 +33,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "as_view",
     "autocast",
+    "checkpoint",
     "cross_entropy",
     "dropout_add",
     "dtype_of",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8kit.backends.policy import get_policy
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.ops import OPS, record_
@@ -112,9 +113,11 @@ class Traced(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _described(name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool) -> tuple[str, tuple[str, ...]]:
+def _described(
+    name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: tuple[str | None, bool]
+) -> tuple[str, tuple[str, ...]]:
     """Text of a call whose spec is given as a text, and names of its outputs."""
-    found = call(name, decode(spec), names, gemms, scaled)
+    found = call(name, decode(spec), names, gemms, scaled, policy)
     return found.text, found.outputs
 
 
@@ -123,7 +126,8 @@ def trace(
     gemm: int | None = None,
 ) -> dict[str, Tensor]:
     """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
-    text, outputs = _described(name, spec, names, gemms, state is not None)
+    policy = get_policy()
+    text, outputs = _described(name, spec, names, gemms, state is not None, (policy.backend, policy.deterministic))
     needs = ""
     if torch.is_grad_enabled():
         needs = ",".join([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])

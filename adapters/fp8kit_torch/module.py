@@ -27,6 +27,7 @@ from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
 from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
 from fp8kit_torch.autocast import recipe_parts, recipe_text, touch_traced
+from fp8kit_torch.checkpoint import Kept, memory
 from fp8kit_torch.ops import FORWARD, NEITHER
 from fp8kit_torch.plans import Call, amax_views, call, scale_views
 from fp8kit_torch.specs import fp8_text, layer_spec, layer_text, products
@@ -159,8 +160,10 @@ class TransformerEngineBaseModule(ParameterModule):
     def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
                  fused: Fused | None) -> dict[str, Tensor]:
         recipe, training = state.recipe, torch.is_grad_enabled()
-        delayed = recipe.delayed()
-        wiring, record = NO_STATE, training or state.calibrating
+        delayed, seen = recipe.delayed(), memory()
+        if seen is not None and seen.again and state.enabled:
+            return self._run_again(tensors, seen.recall(self), self._fp8_of(recipe), delayed, bias, options)
+        wiring, record = NO_STATE, (training or state.calibrating) and not (seen is not None and seen.again)
         if delayed:
             wiring = self._wire(recipe, record)
             if record:
@@ -173,13 +176,22 @@ class TransformerEngineBaseModule(ParameterModule):
                 with torch.no_grad():
                     self.calibrate(tensors, outputs, [as_view(row[slot : slot + 1]) for slot in range(row.shape[0])])
             return outputs
-        fp8 = self._fp8_of(recipe)
+        fp8, cached = self._fp8_of(recipe), None
         if first is not None:
             if not isinstance(first, bool):
                 raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
             cached = self._cached(fp8, first, bias, tensors, wiring)
             tensors = tensors | cached
+        if seen is not None:
+            seen.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
         return apply(self._call(fp8, first is not None, bias, options, tensors, delayed), list(tensors.values()), wiring, fused)
+
+    def _run_again(self, tensors: dict[str, Tensor], kept: Kept, fp8: Fp8, delayed: bool, bias: str, options: dict[str, Any]
+                   ) -> dict[str, Tensor]:
+        """As in the forward pass that is recomputed: with its scales and its cached weights; nothing is recorded."""
+        wiring = NO_STATE if kept.scale is None else Wiring(scale_views(products(self.gemms)[0], kept.scale, as_view(kept.scale).device))
+        tensors = tensors | (kept.weights or {})
+        return apply(self._call(fp8, kept.weights is not None, bias, options, tensors, delayed), list(tensors.values()), wiring)
 
     def _fp8_of(self, recipe: Recipe) -> Fp8:
         known = self._fp8
@@ -238,7 +250,7 @@ class TransformerEngineBaseModule(ParameterModule):
         text = encode(fp8)
         if first or self._weights is None or self._weights[0] != text:
             made: dict[str, Tensor] = {}
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
                     spec = LinearSpec(layer_products(layer_spec(self._spec, fp8, False, bias, ()))[i])

@@ -154,9 +154,11 @@ def _layout(shapes: Sequence[int], kinds: str) -> tuple[list[tuple[int, ...]], l
     return sizes, dtypes
 
 
-@torch.library.custom_op("fp8kit::record_", mutates_args=("history",))
+@torch.library.custom_op("fp8kit::record_", mutates_args=("history",), tags=(torch.Tag.cudagraph_unsafe,))
 def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
     """history[0] = max(history[0], amaxes), NaN ignored; and the state ``handle`` is to be updated, see ``FORWARD`` and ``BACKWARD``.
+
+    It runs on the host too, so that a captured graph is divided there.
 
     ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 () on the CPU; ``recipe``: text, read for BACKWARD.
     """
