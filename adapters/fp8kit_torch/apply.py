@@ -123,11 +123,12 @@ def _described(
 
 def trace(
     name: str, spec: str, names: tuple[str, ...], tensors: list[Tensor], gemms: tuple[str, ...] = (), state: Traced | None = None,
-    gemm: int | None = None,
+    gemm: int | None = None, outputs: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
     policy = get_policy()
-    text, outputs = _described(name, spec, names, gemms, state is not None, (policy.backend, policy.deterministic))
+    text, known = _described(name, spec, names, gemms, state is not None, (policy.backend, policy.deterministic))
+    outputs = outputs or known
     needs = ""
     if torch.is_grad_enabled():
         needs = ",".join([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])
@@ -147,14 +148,15 @@ def trace(
     return dict(zip(outputs, made[: len(outputs)], strict=True))
 
 
-def run(name: str, spec: Any, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def run(name: str, spec: Any, inputs: Mapping[str, Tensor | None], outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The outputs by name of an operation without FP8 state, whichever way. ``inputs`` that are None are left out.
 
-    ``spec``: the spec, or its text where this is called from within ``torch.compile``.
+    ``spec``: the spec, or its text where this is called from within ``torch.compile``. ``outputs``: their names, where they are others than
+    ``Call.outputs`` knows; asked for within ``torch.compile`` only.
     """
     there = {n: t for n, t in inputs.items() if t is not None}
     if torch.compiler.is_compiling():
-        return trace(name, spec, tuple(there), list(there.values()))
+        return trace(name, spec, tuple(there), list(there.values()), outputs=outputs)
     if isinstance(spec, str):
         spec = decode(spec)
     return apply(call(name, spec, tuple(there)), list(there.values()))

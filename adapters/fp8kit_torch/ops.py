@@ -17,8 +17,8 @@ from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch import state as states
-from fp8kit_torch.plans import OPERATIONS, Block, Call, Ready, call_by, scale_views
-from fp8kit_torch.texts import decode
+from fp8kit_torch.plans import Block, Call, Ready, call_by, scale_views
+from fp8kit_torch.texts import OPERATIONS, decode
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 FORWARD, BACKWARD, NEITHER = 1, 2, 0  # when a state that recorded amaxes is updated; NEITHER: the graph does it itself

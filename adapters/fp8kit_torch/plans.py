@@ -23,28 +23,14 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import BackendError, FormatError, expected
 from fp8kit.formats import DType, float32
-from fp8kit.ops.attention import attention
-from fp8kit.ops.cross_entropy import cross_entropy
-from fp8kit.ops.dropout_add import add, dropout_add
-from fp8kit.ops.embedding import embedding
-from fp8kit.ops.linear import linear, weight_cast
-from fp8kit.ops.norm import norm
-from fp8kit.ops.norm_linear import norm_linear
-from fp8kit.ops.norm_mlp import norm_mlp
+from fp8kit.ops.linear import weight_cast
 from fp8kit.ops.products import product_of
-from fp8kit.ops.rope import rope
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
-from fp8kit.spec import Meta, Operation, Signature
-from fp8kit_torch.texts import decode, encode
+from fp8kit.spec import Meta, Signature
+from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import dtype_of, kind_of
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        linear, weight_cast, norm, norm_linear, norm_mlp, attention, dropout_add, add, rope, cross_entropy, embedding,
-    )
-}  # fmt: skip
-
+_OUTPUTS = {"attention": ("o",), "cross_entropy": ("loss",)}  # of operations that have another than "y"
 Views = dict[str, ArrayView]
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
@@ -102,8 +88,8 @@ class Call:
         if self.operation is weight_cast:
             metas = product_of(self.spec.product, 0, float32, False, False, False).weight_outputs()
             return tuple(name for name in metas if not name.endswith("_amax"))
-        if self.operation is attention or self.operation is cross_entropy:
-            return ("o",) if self.operation is attention else ("loss",)
+        if self.operation.name in _OUTPUTS:
+            return _OUTPUTS[self.operation.name]
         further = {"normed": "return_norm", "residual": "residual"}
         return ("y", *(name for name, flag in further.items() if getattr(self.spec, flag, False)))
 
