@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8kit.backends.policy import get_policy
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.ops import OPS, record_
@@ -112,18 +113,22 @@ class Traced(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _described(name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool) -> tuple[str, tuple[str, ...]]:
+def _described(
+    name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: tuple[str | None, bool]
+) -> tuple[str, tuple[str, ...]]:
     """Text of a call whose spec is given as a text, and names of its outputs."""
-    found = call(name, decode(spec), names, gemms, scaled)
+    found = call(name, decode(spec), names, gemms, scaled, policy)
     return found.text, found.outputs
 
 
 def trace(
     name: str, spec: str, names: tuple[str, ...], tensors: list[Tensor], gemms: tuple[str, ...] = (), state: Traced | None = None,
-    gemm: int | None = None,
+    gemm: int | None = None, outputs: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
-    text, outputs = _described(name, spec, names, gemms, state is not None)
+    policy = get_policy()
+    text, known = _described(name, spec, names, gemms, state is not None, (policy.backend, policy.deterministic))
+    outputs = outputs or known
     needs = ""
     if torch.is_grad_enabled():
         needs = ",".join([n for n, t in zip(names, tensors, strict=True) if t.requires_grad])
@@ -143,14 +148,15 @@ def trace(
     return dict(zip(outputs, made[: len(outputs)], strict=True))
 
 
-def run(name: str, spec: Any, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def run(name: str, spec: Any, inputs: Mapping[str, Tensor | None], outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The outputs by name of an operation without FP8 state, whichever way. ``inputs`` that are None are left out.
 
-    ``spec``: the spec, or its text where this is called from within ``torch.compile``.
+    ``spec``: the spec, or its text where this is called from within ``torch.compile``. ``outputs``: their names, where they are others than
+    ``Call.outputs`` knows; asked for within ``torch.compile`` only.
     """
     there = {n: t for n, t in inputs.items() if t is not None}
     if torch.compiler.is_compiling():
-        return trace(name, spec, tuple(there), list(there.values()))
+        return trace(name, spec, tuple(there), list(there.values()), outputs=outputs)
     if isinstance(spec, str):
         spec = decode(spec)
     return apply(call(name, spec, tuple(there)), list(there.values()))

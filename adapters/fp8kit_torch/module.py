@@ -251,7 +251,7 @@ class TransformerEngineBaseModule(ParameterModule):
         text = encode(fp8)
         if first or self._weights is None or self._weights[0] != text:
             made: dict[str, Tensor] = {}
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 for i, prefix in enumerate(self.gemms):
                     own = {name: tensors[name] for name in self.weight_inputs() if name.startswith(prefix)}
                     spec = LinearSpec(layer_products(layer_spec(self._spec, fp8, False, bias, ()))[i])

@@ -50,9 +50,9 @@ class _Norm(ParameterModule):
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
         x = want_input(type(self).__name__, "inp", inp, self._spec.features)
-        weight, bias = self.weight, self.bias
-        if weight.dtype != x.dtype and autocast_dtype(x) is not None:
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        weight, bias, dtype = self.weight, self.bias, autocast_dtype(x)
+        if dtype is not None:
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         spec = self._spec_text if torch.compiler.is_compiling() else self._spec
         return run("norm", spec, {"x": x, "norm_weight": weight, "norm_bias": bias})["y"]
 

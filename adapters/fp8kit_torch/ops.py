@@ -17,8 +17,8 @@ from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch import state as states
-from fp8kit_torch.plans import OPERATIONS, Block, Call, Ready, call_by, scale_views
-from fp8kit_torch.texts import decode
+from fp8kit_torch.plans import Block, Call, Ready, call_by, scale_views
+from fp8kit_torch.texts import OPERATIONS, decode
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 FORWARD, BACKWARD, NEITHER = 1, 2, 0  # when a state that recorded amaxes is updated; NEITHER: the graph does it itself
@@ -154,9 +154,11 @@ def _layout(shapes: Sequence[int], kinds: str) -> tuple[list[tuple[int, ...]], l
     return sizes, dtypes
 
 
-@torch.library.custom_op("fp8kit::record_", mutates_args=("history",))
+@torch.library.custom_op("fp8kit::record_", mutates_args=("history",), tags=(torch.Tag.cudagraph_unsafe,))
 def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
     """history[0] = max(history[0], amaxes), NaN ignored; and the state ``handle`` is to be updated, see ``FORWARD`` and ``BACKWARD``.
+
+    It runs on the host too, so that a captured graph is divided there.
 
     ``history``: float32 (H, n); ``amaxes``: float32 (n,); ``handle``: int64 () on the CPU; ``recipe``: text, read for BACKWARD.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,30 +20,17 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends import dispatch
+from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import BackendError, FormatError, expected
 from fp8kit.formats import DType, float32
-from fp8kit.ops.attention import attention
-from fp8kit.ops.cross_entropy import cross_entropy
-from fp8kit.ops.dropout_add import add, dropout_add
-from fp8kit.ops.embedding import embedding
-from fp8kit.ops.linear import linear, weight_cast
-from fp8kit.ops.norm import norm
-from fp8kit.ops.norm_linear import norm_linear
-from fp8kit.ops.norm_mlp import norm_mlp
+from fp8kit.ops.linear import weight_cast
 from fp8kit.ops.products import product_of
-from fp8kit.ops.rope import rope
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
-from fp8kit.spec import Meta, Operation, Signature
-from fp8kit_torch.texts import decode, encode
+from fp8kit.spec import Meta, Signature
+from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import dtype_of, kind_of
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        linear, weight_cast, norm, norm_linear, norm_mlp, attention, dropout_add, add, rope, cross_entropy, embedding,
-    )
-}  # fmt: skip
-
+_OUTPUTS = {"attention": ("o",), "cross_entropy": ("loss",)}  # of operations that have another than "y"
 Views = dict[str, ArrayView]
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
@@ -71,13 +59,14 @@ class Call:
     """What is static about calling an operation.
 
     ``names``: of the input tensors, in order. ``gemms``: prefixes of its GEMMs, none for an operation without FP8. ``scaled``: whether the
-    scales come from a ``ScalingState``. ``text``: all this as a string (``texts``).
+    scales come from a ``ScalingState``. ``policy``: (backend, deterministic) to choose kernels by, () for those in force: a compiled graph
+    keeps those of its forward pass, because its backward pass may run on another thread. ``text``: all this as a string (``texts``).
     """
 
-    __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "scaled", "spec", "text")
+    __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "policy", "scaled", "spec", "text")
 
     def __init__(self, text: str) -> None:
-        name, self.spec, self.names, self.gemms, self.scaled = decode(text)
+        name, self.spec, self.names, self.gemms, self.scaled, self.policy = decode(text)
         self.text = text
         self.operation = OPERATIONS[name]
         self.front, self.back = forward_slots(self.gemms), backward_slots(self.gemms)
@@ -99,8 +88,8 @@ class Call:
         if self.operation is weight_cast:
             metas = product_of(self.spec.product, 0, float32, False, False, False).weight_outputs()
             return tuple(name for name in metas if not name.endswith("_amax"))
-        if self.operation is attention or self.operation is cross_entropy:
-            return ("o",) if self.operation is attention else ("loss",)
+        if self.operation.name in _OUTPUTS:
+            return _OUTPUTS[self.operation.name]
         further = {"normed": "return_norm", "residual": "residual"}
         return ("y", *(name for name, flag in further.items() if getattr(self.spec, flag, False)))
 
@@ -115,7 +104,7 @@ class Call:
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
         """``ready`` for tensors of these shapes and dtypes on ``device``."""
-        kernels = dispatch.kernels(_place(device))
+        kernels = _kernels(_place(device), *self.policy) if self.policy else dispatch.kernels(_place(device))
         key = (needs, device, id(kernels), *shapes, *dtypes)
         found = self.plans.get(key)
         if found is None:
@@ -132,9 +121,19 @@ def call_by(text: str) -> Call:
     return Call(text)
 
 
-def call(name: str, spec: Any, names: tuple[str, ...], gemms: tuple[str, ...] = (), scaled: bool = False) -> Call:
+def call(name: str, spec: Any, names: tuple[str, ...], gemms: tuple[str, ...] = (), scaled: bool = False,
+         policy: tuple[Any, ...] = ()) -> Call:
     """The call of the operation ``name``; one object for equal arguments."""
-    return call_by(encode((name, spec, names, gemms, scaled)))
+    return call_by(encode((name, spec, names, gemms, scaled, policy)))
+
+
+def _kernels(place: Device, backend: str | None, deterministic: bool) -> Any:
+    """The kernels of the policy in force, but for these two parts of it."""
+    policy = get_policy()
+    if (policy.backend, policy.deterministic) == (backend, deterministic):
+        return dispatch.kernels(place)
+    with policy_context(replace(policy, backend=backend, deterministic=deterministic)):
+        return dispatch.kernels(place)
 
 
 @lru_cache(maxsize=64)

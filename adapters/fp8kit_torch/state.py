@@ -38,7 +38,8 @@ class ScalingState:
 
     def __init__(self, slots: int, history_len: int, device: torch.device | str) -> None:
         kind: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        self._take([torch.ones(slots, **kind), torch.ones(slots, **kind), torch.zeros(history_len, slots, **kind)])
+        with torch.inference_mode(False), torch.no_grad():  # a state outlives the mode in which it is first used
+            self._take([torch.ones(slots, **kind), torch.ones(slots, **kind), torch.zeros(history_len, slots, **kind)])
 
     def _take(self, parts: Sequence[Tensor]) -> None:
         self.scale, self.scale_inv, self.amax_history = parts
@@ -88,9 +89,10 @@ class ScalingState:
     def resize(self, history_len: int) -> None:
         """Another history length: the first rows are kept, or zero rows added at the end (Transformer Engine's rule)."""
         old = self.amax_history
-        new = torch.zeros(history_len, old.shape[1], dtype=old.dtype, device=old.device)
-        rows = min(history_len, old.shape[0])
-        new[:rows] = old[:rows]
+        with torch.inference_mode(False), torch.no_grad():
+            new = torch.zeros(history_len, old.shape[1], dtype=old.dtype, device=old.device)
+            rows = min(history_len, old.shape[0])
+            new[:rows] = old[:rows]
         self.amax_history = new
 
     def drop(self) -> None:

@@ -6,31 +6,25 @@ The text does not depend on the process that wrote it: a compiled graph that is 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import pkgutil
 from functools import lru_cache
 from typing import Any
 
-from fp8kit import formats
-from fp8kit.ops.attention_spec import AttentionSpec
-from fp8kit.ops.cross_entropy import CrossEntropySpec
-from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
-from fp8kit.ops.embedding import EmbeddingSpec
-from fp8kit.ops.linear import LinearSpec
-from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_linear import NormLinearSpec
-from fp8kit.ops.norm_mlp import NormMLPSpec
-from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, Quant
-from fp8kit.ops.rope import RopeSpec
+from fp8kit import formats, ops
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams
+from fp8kit.spec import Operation
 
-SPECS = {
-    kind.__name__: kind
-    for kind in (
-        AttentionSpec, CrossEntropySpec, AddSpec, DropoutAddSpec, EmbeddingSpec, LinearSpec, NormSpec, NormLinearSpec, NormMLPSpec,
-        ProductSpec, Fp8, Quant, RopeSpec, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MMParams, QParams,
-    )
-}  # fmt: skip
+_MODULES = [importlib.import_module(f"fp8kit.ops.{info.name}") for info in pkgutil.iter_modules(ops.__path__)]
+_VALUES = [value for module in _MODULES for value in vars(module).values()]
+# every operation of fp8kit, and every dataclass that a spec is made of
+OPERATIONS: dict[str, Operation] = {value.name: value for value in _VALUES if isinstance(value, Operation)}
+SPECS: dict[str, Any] = {
+    value.__name__: value
+    for value in (*_VALUES, DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MMParams, QParams)
+    if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ != "fp8kit.spec"
+}
 _NAMED = {formats.Format: ("format", formats.FORMATS), formats.DType: ("dtype", formats.DTYPES), Format: ("recipe_format", Format)}
 _TABLES: dict[str, Any] = dict(_NAMED.values())
 

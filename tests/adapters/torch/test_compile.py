@@ -9,6 +9,9 @@ from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import encode
 
+import fp8kit as fk
+from fp8kit.backends import dispatch
+from fp8kit.backends.policy import get_policy
 from fp8kit.formats import float32
 from fp8kit.ops.attention import AttentionSpec
 from fp8kit.ops.cross_entropy import CrossEntropySpec
@@ -207,3 +210,22 @@ def test_opcheck_of_state(device):
     torch.library.opcheck(update_, (*parts, encode(DelayedScaling()), True), test_utils=checks)
     record_(history, row, torch.tensor(0), "", 0)
     same(history[0], torch.maximum(history[0], row), "row 0")
+
+
+def test_the_policy_of_forward_is_backwards_too(monkeypatch):
+    chosen, real = [], dispatch.kernels
+
+    def spy(place):
+        chosen.append(get_policy().deterministic)
+        return real(place)
+
+    monkeypatch.setattr(dispatch, "kernels", spy)
+    ours = ft.Linear(WIDTH, 56, device="cpu")
+    call_ = compiled(ours)
+    for wanted in (True, False):
+        with fk.deterministic(wanted):
+            y = call_(torch.randn(4, WIDTH))
+        chosen.clear()
+        with fk.deterministic(not wanted):
+            y.sum().backward()
+        assert chosen == [wanted]

@@ -191,3 +191,14 @@ def test_native_state_is_the_same_file_of_numbers(device):
     state = ours.fp8_meta["scaling_fwd"]
     assert state.scale[0].item() == 448 / 2
     assert state.scale_inv[0].item() == np.float32(1) / np.float32(224)
+
+
+def test_a_state_may_start_in_inference_mode(device):
+    ours, _ = twins("LayerNormMLP", device)
+    with torch.inference_mode(), ft.autocast(recipe=RECIPE):
+        ours(torch.ones(4, WIDTH, device=device), is_first_microbatch=True)
+    y, *_ = torch_step(ours, ours, RECIPE, torch.randn(4, WIDTH, device=device), is_first_microbatch=False)
+    assert y.requires_grad
+    with ft.autocast(recipe=DelayedScaling(amax_history_len=7)):
+        ours(torch.ones(4, WIDTH, device=device))
+    assert ours.fp8_meta["scaling_fwd"].amax_history.shape == (7, 6)

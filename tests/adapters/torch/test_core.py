@@ -1,0 +1,135 @@
+"""What the modules stand on: specs as texts, calls and their plans, the ops called directly, memory and streams."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from fp8kit_torch.apply import apply
+from fp8kit_torch.autocast import recipe_of, recipe_parts
+from fp8kit_torch.ops import OPS
+from fp8kit_torch.plans import Block, call, call_by
+from fp8kit_torch.texts import decode, encode
+
+from fp8kit import formats
+from fp8kit.errors import BackendError
+from fp8kit.ops.embedding import EmbeddingSpec
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm_mlp import NormMLPSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import fp8_from_recipe
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, QParams
+from fp8kit.spec import Meta
+
+from .twins import same
+
+RECIPES = [
+    DelayedScaling(margin=2, fp8_format=Format.E4M3, amax_compute_algo="most_recent"),
+    Float8CurrentScaling(fp8_quant_bwd_grad=QParams(True, 1e-3)),
+    Float8BlockScaling(True, Format.HYBRID, x_block_scaling_dim=2, w_block_scaling_dim=1),
+]
+FC = [ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_", fp8=fp8_from_recipe(RECIPES[2]))]
+
+
+@pytest.mark.parametrize("value", [*RECIPES, LinearSpec(FC[1]), NormMLPSpec(NormSpec(16, epsilon=1 / 3), *FC),
+                                   EmbeddingSpec(3, 4, formats.bfloat16), ("linear", (1, 2.5, None), True)], ids=lambda v: type(v).__name__)
+def test_texts_say_everything(value):
+    assert decode(encode(value)) == value
+    assert encode(decode(encode(value))) == encode(value)
+
+
+def test_a_text_is_the_same_in_another_process():
+    code = ("from fp8kit_torch.texts import encode; from fp8kit.ops.linear import LinearSpec; from fp8kit.ops.product import ProductSpec\n"
+            "print(encode(LinearSpec(ProductSpec(16, (24, 8), prefix='p_'))))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert decode(done.stdout.strip()) == LinearSpec(ProductSpec(16, (24, 8), prefix="p_"))
+
+
+def test_what_has_no_text_is_refused():
+    with pytest.raises(TypeError, match=r"function .* cannot go into a compiled graph"):
+        encode(DelayedScaling(amax_compute_algo=lambda history: history[0]))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.short_name())
+def test_recipes_are_taken_apart_and_made_again(recipe):
+    assert recipe_of(recipe_parts(recipe)) == recipe
+
+
+def test_blocks_are_aligned():
+    block = Block({"a": Meta((3,), formats.float32), "b": Meta((0, 4), formats.uint8), "c": Meta((300,), formats.uint8)})
+    assert [(name, offset) for name, offset, *_ in block.parts] == [("a", 0), ("b", 256), ("c", 256)]
+    assert block.size == 256 + 512
+
+
+def test_plans_are_kept():
+    one = call("norm", NormSpec(16), ("x", "norm_weight", "norm_bias"))
+    assert call_by(one.text) is one
+    tensors = [torch.ones(4, 16), torch.ones(16), torch.ones(16)]
+    assert one.ready(tensors, ()) is one.ready([t.clone() for t in tensors], ())
+    assert one.ready(tensors, ("x",)) is not one.ready(tensors, ())
+    with pytest.raises(BackendError, match="norm_bias: got device meta, expected device cpu"):
+        one.ready([*tensors[:2], torch.ones(16, device="meta")], ())
+
+
+def test_an_op_gives_the_short_ways_bits(device):
+    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in ((5, 16), (24, 16), (24,))]
+    what = call("linear", LinearSpec(ProductSpec(16, (24,), fp8=fp8_from_recipe(RECIPES[1]))), ("x", "weight0", "bias0"), ("",))
+    short = apply(what, tensors)["y"]
+    y, *_ = OPS["linear"](tensors, None, [], what.text, "x,weight0,bias0", "")
+    same(y, short, "y")
+    g = torch.randn_like(y)
+    for got, want in zip(torch.autograd.grad(y, tensors, g), torch.autograd.grad(short, tensors, g), strict=True):
+        same(got, want, "gradient")
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(device, rows):
+    tensors = [torch.randn(shape, device=device, requires_grad=True) for shape in ((rows, 16), (24, 16), (24,))]
+    y = apply(call("linear", LinearSpec(ProductSpec(16, (24,))), ("x", "weight0", "bias0")), tensors)["y"]
+    y.sum().backward()
+    assert y.shape == (rows, 24)
+    same(tensors[2].grad, torch.full((24,), float(rows)), "db")
+
+
+@pytest.mark.gpu
+def test_work_goes_to_torchs_stream():
+    what = call("add", decode('{"AddSpec":{}}'), ("a", "b"))
+    a, b = torch.zeros(1 << 24, device="cuda"), torch.ones(1 << 24, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(50):  # each reads what the one before wrote on the same stream
+            a = apply(what, [a, b])["y"]
+    stream.synchronize()
+    assert torch.equal(a, torch.full_like(a, 50.0))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_updates_the_state():
+    import fp8kit_torch as ft
+
+    recipe = DelayedScaling(amax_history_len=3)
+    layer, x = ft.Linear(64, 64, device="cuda"), torch.randn(32, 64, device="cuda")
+
+    def step():
+        with ft.autocast(recipe=recipe):
+            y = layer(x)
+        y.backward(torch.ones_like(y))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    x.mul_(4.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    state = layer.fp8_meta["scaling_fwd"]
+    same(state.amax_history[-1, 0], x.abs().max(), "the newest amax")
+    same(state.scale[0], torch.tensor(448.0) / x.abs().max().cpu(), "scale")
