@@ -1,0 +1,134 @@
+"""The JAX primitive behind every operation: its shapes, its lowering to the custom call, its batching.
+
+``run(program, arrays)`` binds it. Its results are the program's; the scratch is a further result of the custom call alone, sized when the
+program is lowered, for the platform it is lowered to, and XLA takes the memory back at once.
+
+vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing is kept for
+backward), the batch becomes further rows of one call. Everywhere else the elements run one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from fp8kit import formats
+from fp8kit.arrays import CPU, Device
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.spec import Meta
+from fp8kit_jax import calls
+from fp8kit_jax.program import Program, prepare
+
+call_p = Primitive("fp8kit_call")
+call_p.multiple_results = True
+DEVICES = {"cpu": CPU, "cuda": Device("cuda")}
+
+
+def run(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
+    """The program on arrays in the order of its ``arguments``; its results by name. Traceable, not differentiable."""
+    results = call_p.bind(*arrays, program=program)
+    return {name: result for (name, _), result in zip(program.results, results, strict=True)}
+
+
+# --- shapes and dtypes ------------------------------------------------------------------------------------------------
+
+
+def meta_of(array: Any) -> Meta:
+    """Shape and dtype of a JAX array or tracer; FormatError for a dtype that fp8kit does not have."""
+    return Meta(tuple(array.shape), formats.dtype(np.dtype(array.dtype)))
+
+
+def wire(meta: Meta) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array as JAX holds it: int64 as pairs of uint32, low word first, since JAX has 64 bits only on request."""
+    if meta.dtype is formats.int64 and not jax.config.jax_enable_x64:
+        return (*meta.shape[:-1], 2 * meta.shape[-1]), np.dtype(np.uint32)
+    return meta.shape, meta.dtype.numpy
+
+
+def _like(aval: Any, meta: Meta) -> Any:
+    """An abstract array of ``meta`` on the same mesh and varying over the same manual axes as ``aval``."""
+    shape, dtype = wire(meta)
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+@call_p.def_abstract_eval
+def _abstract(*avals: Any, program: Program) -> list[Any]:
+    for (name, meta), aval in zip(program.arguments, avals, strict=True):
+        shape, dtype = wire(meta)
+        if tuple(aval.shape) != shape:
+            raise ShapeError(expected(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}"))
+        if aval.dtype != dtype:
+            raise FormatError(expected(program.operation, name, aval.dtype.name, dtype.name))
+    return [_like(avals[0], meta) for _, meta in program.results]
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(program: Program) -> Callable[..., Any]:
+    return jax.jit(functools.partial(call_p.bind, program=program))
+
+
+@call_p.def_impl
+def _eager(*arrays: Any, program: Program) -> Any:
+    return _compiled(program)(*arrays)
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+
+def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
+    calls.serve(prepare)
+    temporaries = program.scratch(program.plan(DEVICES[platform]))
+    avals = [jax.core.ShapedArray(meta.shape, meta.dtype.numpy) for _, meta in temporaries]
+    inner = ctx.replace(avals_out=[*ctx.avals_out, *avals])
+    found = jax.ffi.ffi_lowering(calls.TARGET)(inner, *operands, **calls.attributes(program.text))
+    return found[: len(ctx.avals_out)]
+
+
+for _platform in DEVICES:
+    mlir.register_lowering(call_p, functools.partial(_lower, platform=_platform), platform=_platform)
+
+
+# --- vmap -------------------------------------------------------------------------------------------------------------
+
+
+def _rows_apart(program: Program) -> bool:
+    """Whether every row of x gives its row of the results by itself."""
+    if program.face != "forward" or program.signature.saved:
+        return False
+    spec = program.spec
+    if program.operation not in ("linear", "norm", "norm_linear", "norm_mlp", "activation"):
+        return False
+    products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
+    return all(product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products)
+
+
+def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program) -> Any:
+    moved = [a if dim is None else _front(a, dim) for a, dim in zip(arrays, dims, strict=True)]
+    names = [name for name, _ in program.arguments]
+    if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == ["x"] and _rows_apart(program):
+        size = moved[names.index("x")].shape[0]
+        metas = tuple((name, meta._replace(shape=(size, *meta.shape)) if name == "x" else meta) for name, meta in program.metas)
+        wide = replace(program, metas=metas)
+        return call_p.bind(*moved, program=wide), [0] * len(wide.results)
+
+    def one(parts: list[Any]) -> list[Any]:
+        given = iter(parts)
+        return call_p.bind(*(a if dim is None else next(given) for a, dim in zip(moved, dims, strict=True)), program=program)
+
+    mapped = [a for a, dim in zip(moved, dims, strict=True) if dim is not None]
+    return jax.lax.map(one, mapped), [0] * len(program.results)
+
+
+def _front(array: Any, dim: int) -> Any:
+    return array if dim == 0 else jax.numpy.moveaxis(array, dim, 0)
+
+
+batching.primitive_batchers[call_p] = _batch
