@@ -4,7 +4,7 @@
 one XLA custom call. Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax.
 """
 
-from fp8kit_jax import table as _table
+from fp8kit_jax import table as table
 from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
 from fp8kit_jax.dense import dense, layernorm_dense, layernorm_mlp

@@ -44,8 +44,9 @@ def dot_product_attention(
     biased = attn_bias_type or ("no_bias" if bias is None else "post_scale_bias")
     heads, head_dim = q.shape[-2:]
     spec = AttentionSpec(
-        heads, head_dim, k.shape[-2], qkv_format, attn_mask_type, float(scale_factor or 0.0), float(dropout_rate), get_policy().deterministic,
-        "separate", v.shape[-1], (-1, -1) if window_size is None else tuple(window_size), bottom_right_diagonal, biased, softmax_type,
+        heads, head_dim, k.shape[-2], qkv_format, attn_mask_type, float(scale_factor or 0.0), float(dropout_rate),
+        get_policy().deterministic, "separate", v.shape[-1],
+        (-1, -1) if window_size is None else tuple(window_size), bottom_right_diagonal, biased, softmax_type,
         max_seqlen_q, max_seqlen_kv,
     )  # fmt: skip
     if biased == "alibi" and alibi_slopes is None:

@@ -1,9 +1,10 @@
 """The one XLA custom call of the door, ``fp8kit.run``: Python on XLA's own buffers, through jax-tvm-ffi.
 
-The call's attributes hold a text that says what to run (``program.py``), the same in every process, so that compiled programs can be cached
-on disk and exported: ``text``, its bytes as int64 words (text attributes are written beyond their end by jax-tvm-ffi 0.1.3), and ``low`` and
-``high``, its digest, by which a process that has seen the text finds it again without looking at the words. Arguments and results come as memory that XLA owns, work goes to XLA's stream, and nothing is allocated, waited
-for or asked of JAX here. An exception surfaces from the jitted function with its text.
+The call's attributes hold a text that says what to run (``program.py``), the same in every process, so that compiled programs can be
+cached on disk and exported: ``text``, its bytes as int64 words (text attributes are written beyond their end by jax-tvm-ffi 0.1.3), and
+``low`` and ``high``, its digest, by which a process that has seen the text finds it again without looking at the words. Arguments and
+results come as memory that XLA owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here. An exception
+surfaces from the jitted function with its text.
 
 XLA's CPU threads flush subnormal numbers to zero. fp8kit's engines keep them, so the handler restores IEEE arithmetic while it runs.
 """

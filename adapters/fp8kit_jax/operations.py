@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fp8kit import formats
+from fp8kit import arrays, formats
 from fp8kit.arrays import Shape
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, expected
@@ -73,8 +73,8 @@ class QuantizeSpec:
 
 
 class Quantize(Operation):
-    """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) where given; rng int64 (2,) where stochastic. Outputs: q uint8 like
-    x, scale_inv float32 (tiles,)."""
+    """q = encode(x * scale). Inputs: x h (..., N); scale float32 (tiles,) where given; rng int64 (2,) where stochastic. Outputs: q uint8
+    like x, scale_inv float32 (tiles,)."""
 
     name: ClassVar[str] = "quantize"
 
@@ -104,17 +104,11 @@ class Quantize(Operation):
         scale = inputs["scale"] if s.given else scratch["scale"]
         assert x is not None and q is not None
         if not s.given:  # scale_inv holds the amaxes until they are scales
-            self.zero(inverse, stream)
+            assert inverse is not None
+            arrays.provider(inverse.device).fill_zero(inverse, stream)
             k.amax(x.rows(), inverse, s.tile, stream)
             k.scale_from_amax(inverse, scale, inverse, s.format.max, s.power_2, 0.0, s.for_inf, stream)
         k.quantize(x.rows(), q.rows(), scale, inverse, None, s.format, s.tile, s.saturate, inputs.get("rng"), stream)
-
-    @staticmethod
-    def zero(view: Any, stream: int) -> None:
-        """Zeros, in the stream's order."""
-        from fp8kit import arrays
-
-        arrays.provider(view.device).fill_zero(view, stream)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """The factory: an ``Operation`` as a differentiable JAX function, its gradient rule the operation's own ``backward``.
 
-``apply`` is what every function of the door is made of. FP8 state with delayed scaling comes in as a value, one ``Slot`` a quantised tensor,
-and its *cotangent is its new value* (Transformer Engine's convention for JAX): the amaxes of the forward pass and of the gradients meet in
-the rule, which updates all slots at once. JAX sums cotangents over the devices of a shard_map and over the elements of a vmap; ``state``
-says how the new value survives that.
+``apply`` is what every function of the door is made of. FP8 state with delayed scaling comes in as a value, one ``Slot`` a quantised
+tensor, and its *cotangent is its new value* (Transformer Engine's convention for JAX): the amaxes of the forward pass and of the gradients
+meet in the rule, which updates all slots at once. JAX sums cotangents over the devices of a shard_map and over the elements of a vmap;
+``state`` says how the new value survives that.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -130,13 +130,12 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
     if s.grads:
         late = {f"{key}_scale": slot.scale for key, slot in state.items() if key.endswith("g")}
         given = {name: value for name, value in g.items() if value is not None}
-        backward = Program("backward", program.operation, program.spec, program.metas, program.needs, tuple(late), tuple(given), program.policy)
+        backward = replace(program, face="backward", late=tuple(late), cotangents=tuple(given))
         groups = ((s.kept, arrays["kept"]), (late, late), (s.saved, arrays["saved"]), (given, given))  # a pytree forgets its order
         found = primitive.run(backward, [group[name] for names, group in groups for name in names if name in group])
     grads: Arrays = {}
-    for name, meta in program.metas:
-        if name in program.needs:
-            grads[name] = g[s.grad_passes[name]] if name in s.grad_passes else found[name]
+    for name in program.needs:
+        grads[name] = g[s.grad_passes[name]] if name in s.grad_passes else found[name]
     inputs = {name: grads.get(name) for name, _ in program.metas if name not in {f"{key}_scale" for key in state}}
     if not state:
         return inputs, state

@@ -62,7 +62,10 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
         raise FormatError(expected("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16"))
     keep = None if mask is None else jnp.asarray(mask) == 0
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
-    return jax.nn.softmax(scores, -1, where=keep).astype(logits.dtype)
+    if keep is None:
+        return jax.nn.softmax(scores, -1).astype(logits.dtype)
+    seen = keep.any(-1, keepdims=True)
+    return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(logits.dtype)
 
 
 def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100) -> Any:
@@ -79,7 +82,8 @@ def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0,
     return loss.reshape(()) if reduction == "mean" else loss
 
 
-def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None, qkv_format: str = "bshd", interleaved: bool = False) -> Any:
+def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None, qkv_format: str = "bshd",
+         interleaved: bool = False) -> Any:
     """Rotary position embedding (Su et al., RoFormer, 2021).
 
     ``x``: h (b, s, heads, d), (s, b, heads, d) with "sbhd", (t, heads, d) with "thd"; ``freqs``: float32 (positions, r), angles in radians,

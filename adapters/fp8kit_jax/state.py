@@ -2,11 +2,12 @@
 
 A slot belongs to one quantised tensor of one layer. Its cotangent is its next value (see ``rules``). JAX sums cotangents:
 
-* over the devices of a shard_map, where the state is the same on all: amaxes are reduced by max over the manual axes, then every device but
-  the first gives zeros, so that the sum is the value;
-* over the elements of a vmap that share the state: likewise, amaxes reduced by max over the batch and all elements but the first give zeros;
-* over the steps of a scan that *share* a state, or two calls with one state, JAX adds next values up: give each layer its own slots (stacked,
-  as the scanned inputs), as for its parameters.
+* over the devices of a shard_map, where the state is the same on all: amaxes are reduced by max over the manual axes, then every device
+  but the first gives zeros, so that the sum is the value;
+* over the elements of a vmap that share the state: likewise, amaxes are reduced by max over the batch, and all elements but the first give
+  zeros;
+* over the steps of a scan that *share* a state, or two calls with one state, JAX adds next values up: give each layer its own slots
+  (stacked, as the scanned inputs), as for its parameters.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Scaling(NamedTuple):
 def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: bool) -> Slot:
     """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s rule, in JAX.
 
-    Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max * 2**-margin / a where a is finite and
-    positive, FLT_MAX where that overflows; the history rolls by one and amax becomes its last row.
+    Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max * 2**-margin / a where a is finite
+    and positive, FLT_MAX where that overflows; the history rolls by one and amax becomes its last row. XLA's CPU code takes a
+    subnormal amax for 0.
     """
     history = slot.amax_history.at[0].set(jnp.squeeze(amax, -1))
     known = jnp.where(jnp.isnan(history), 0.0, history)
