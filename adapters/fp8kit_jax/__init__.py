@@ -5,6 +5,7 @@ one XLA custom call. Importing this package initialises no device. ``fp8kit_jax.
 """
 
 from fp8kit_jax import table as table
+from fp8kit_jax.activations import activation
 from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
 from fp8kit_jax.dense import dense, layernorm_dense, layernorm_mlp
@@ -13,7 +14,7 @@ from fp8kit_jax.program import register_operation
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import MeshResource, autocast
-from fp8kit_jax.small import activation, dropout_add, fused_cross_entropy, layernorm, rmsnorm, rope, rope_frequencies, softmax
+from fp8kit_jax.small import dropout_add, fused_cross_entropy, layernorm, rmsnorm, rope, rope_frequencies, softmax
 from fp8kit_jax.state import Slot, update_collections
 
 __all__ = [

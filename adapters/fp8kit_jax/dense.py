@@ -16,11 +16,12 @@ from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
+from fp8kit_jax import manual
+from fp8kit_jax.activations import activation, activation_name
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, scaling_of, settle
 from fp8kit_jax.rules import apply
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-ACTIVATION_TYPES = {("gelu",): "gelu", ("relu",): "relu", ("silu",): "silu", ("silu", "linear"): "swiglu", ("swiglu",): "swiglu"}
 Dims = tuple[Sequence[int], Sequence[int]]
 
 
@@ -96,6 +97,13 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     first, second = (settle(op, one) for one in quantizer_sets)
     if first.recipe != second.recipe:
         raise FormatError(expected(op, "quantizer_sets", "two recipes", "the same recipe for both"))
+    if first.recipe is not None and first.recipe.float8_current_scaling() and manual.axes():
+        # devices share the amax of what lies between the products, so that these are operations of their own
+        options = (norm_type, zero_centered_gamma, epsilon, first, return_layernorm_output, kernel_layout)
+        inner = layernorm_dense(x, k1, gamma, beta, b1, *options)
+        hidden, *normed = inner if return_layernorm_output else (inner,)
+        y = dense(activation(hidden, activation_type), k2, b2, ((-1,), (0 if io else 1,)), second)
+        return (y, *normed) if normed else y
     w1 = k1.reshape(k1.shape[0], -1) if io else k1.reshape(-1, k1.shape[-1])
     fc1 = _product(w1, kernel_layout, first, b1 is not None, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2 is not None, "fc2_")
@@ -106,15 +114,6 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     }  # fmt: skip
     out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first))
     return (out["y"], out["normed"]) if return_layernorm_output else out["y"]
-
-
-def activation_name(operation: str, activation_type: Sequence[str]) -> str:
-    """fp8kit's name of an activation; FormatError for one that there is not."""
-    name = ACTIVATION_TYPES.get(tuple(activation_type))
-    if name is None:
-        known = ", ".join(map(str, ACTIVATION_TYPES))
-        raise FormatError(expected(operation, "activation_type", repr(tuple(activation_type)), f"one of {known}"))
-    return name
 
 
 def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:

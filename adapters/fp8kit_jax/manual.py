@@ -16,9 +16,13 @@ def axes() -> tuple[str, ...]:
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != stages)
 
 
-def _varying(leaf: Any) -> frozenset[str]:
-    kind = jax.typeof(leaf)
+def varying(kind: Any) -> frozenset[str]:
+    """The manual axes over which an abstract array varies."""
     return frozenset(kind.mat.varying if hasattr(kind, "mat") else kind.vma)
+
+
+def _varying(leaf: Any) -> frozenset[str]:
+    return varying(jax.typeof(leaf))
 
 
 def alike(tree: Any) -> Any:
@@ -37,8 +41,7 @@ def _cast(leaf: Any, missing: frozenset[str]) -> Any:
 
 def zeros(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
     """Zeros that vary over the axes that the first leaf of ``like`` varies over."""
-    varying = _varying(jax.tree.leaves(like)[0])
-    return _cast(jnp.zeros(shape, dtype), varying)
+    return _cast(jnp.zeros(shape, dtype), _varying(jax.tree.leaves(like)[0]))
 
 
 def first(names: tuple[str, ...]) -> Any:

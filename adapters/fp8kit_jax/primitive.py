@@ -23,7 +23,7 @@ from fp8kit import formats
 from fp8kit.arrays import CPU, Device
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.spec import Meta
-from fp8kit_jax import calls
+from fp8kit_jax import calls, manual
 from fp8kit_jax.program import Program, prepare
 
 call_p = Primitive("fp8kit_call")
@@ -67,7 +67,8 @@ def _abstract(*avals: Any, program: Program) -> list[Any]:
             raise ShapeError(expected(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}"))
         if aval.dtype != dtype:
             raise FormatError(expected(program.operation, name, aval.dtype.name, dtype.name))
-    return [_like(avals[0], meta) for _, meta in program.results]
+    widest = max(avals, key=lambda aval: len(manual.varying(aval)))  # what is the same on all devices joins what is not
+    return [_like(widest, meta) for _, meta in program.results]
 
 
 @functools.lru_cache(maxsize=1024)

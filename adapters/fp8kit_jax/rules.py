@@ -51,6 +51,7 @@ class _Kept(NamedTuple):
 @dataclass(frozen=True)
 class _How:
     program: Program
+    inputs: tuple[str, ...]  # names of what is differentiated
 
 
 def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: State | None = None, scaling: Scaling | None = None,
@@ -87,8 +88,13 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
 def _forward(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays, Arrays]:
     """The forward program, its inputs, and its results, passes included."""
     scales = {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
-    given = inputs | scales
-    program = Program("forward", static.operation, static.spec, _metas(static, given), needs, policy=get_policy())
+    given, spec = inputs | scales, static.spec
+    if static.axes and scaled_now(spec):
+        measure = Program("measure", static.operation, spec, _metas(static, given), (), policy=get_policy())
+        amaxes = primitive.run(measure, list(given.values()))
+        given |= {f"{name}_in": jax.lax.pmax(amax, static.axes) for name, amax in amaxes.items()}
+        spec = with_amaxes(spec)
+    program = Program("forward", static.operation, spec, _metas(static, given), needs, policy=get_policy())
     results = primitive.run(program, list(given.values()))
     return program, given, results | {name: given[source] for name, source in program.signature.passes.items()}
 
@@ -116,7 +122,7 @@ def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kep
     kept = {name: given[name] if name in given else results[name] for name in s.kept if name in given or name in results}
     saved = {name: results[name] for name in s.saved}
     amaxes = {name: results[name] for name, meta in s.outputs.items() if meta.zero} if state else {}
-    return _outputs(program, results), _Kept(_How(program), {"kept": kept, "saved": saved, "amax": amaxes}, slots)
+    return _outputs(program, results), _Kept(_How(program, tuple(inputs)), {"kept": kept, "saved": saved, "amax": amaxes}, slots)
 
 
 def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any]:
@@ -129,6 +135,8 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
     found: Arrays = {}
     if s.grads:
         late = {f"{key}_scale": slot.scale for key, slot in state.items() if key.endswith("g")}
+        if static.axes and scaled_now(static.spec) and "g_amax" in s.grads:
+            late["g_amax_in"] = jax.lax.pmax(amax_of(g["y"]), static.axes)
         given = {name: value for name, value in g.items() if value is not None}
         backward = replace(program, face="backward", late=tuple(late), cotangents=tuple(given))
         groups = ((s.kept, arrays["kept"]), (late, late), (s.saved, arrays["saved"]), (given, given))  # a pytree forgets its order
@@ -136,7 +144,7 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
     grads: Arrays = {}
     for name in program.needs:
         grads[name] = g[s.grad_passes[name]] if name in s.grad_passes else found[name]
-    inputs = {name: grads.get(name) for name, _ in program.metas if name not in {f"{key}_scale" for key in state}}
+    inputs = {name: grads.get(name) for name in kept.how.inputs}
     if not state:
         return inputs, state
     assert static.scaling is not None
@@ -145,3 +153,25 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
 
 
 _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+# --- amaxes that devices share ----------------------------------------------------------------------------------------
+
+
+def scaled_now(spec: Any) -> bool:
+    """Whether the spec's one product has scales of whole tensors that are taken now (current scaling)."""
+    fp8 = getattr(getattr(spec, "product", None), "fp8", None)
+    return fp8 is not None and fp8.x.source == "current"
+
+
+def with_amaxes(spec: Any) -> Any:
+    """The spec with its amaxes as inputs."""
+    fp8 = spec.product.fp8
+    known = {name: replace(getattr(fp8, name), source="amax") for name in ("x", "w", "g")}
+    return replace(spec, product=replace(spec.product, fp8=replace(fp8, **known)))
+
+
+def amax_of(x: Any) -> Any:
+    """max|x|, NaN ignored, float32 (1,)."""
+    size = jnp.abs(x).astype(jnp.float32)
+    return jnp.max(jnp.where(jnp.isnan(size), 0.0, size)).reshape(1)

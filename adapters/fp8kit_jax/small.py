@@ -1,8 +1,7 @@
-"""Functions without weights or with vectors alone: norms, activations, softmax, cross entropy, rotary embedding, residual dropout."""
+"""Functions without weights or with vectors alone: norms, softmax, cross entropy, rotary embedding, residual dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,11 +13,9 @@ from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.dropout_add import DropoutAddSpec
 from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import norm
-from fp8kit.ops.norm_mlp import ACTIVATIONS
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax import operations
-from fp8kit_jax.dense import activation_name, norm_spec
+from fp8kit_jax.dense import norm_spec
 from fp8kit_jax.rules import apply
 
 
@@ -39,17 +36,6 @@ def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm"
 def rmsnorm(x: Any, gamma: Any, zero_centered_gamma: bool = False, epsilon: float = 1e-6) -> Any:
     """x / sqrt(mean(x^2) + epsilon) * gamma over the last dimension (Zhang & Sennrich 2019). Arguments as ``layernorm``."""
     return layernorm(x, gamma, None, "rmsnorm", zero_centered_gamma, epsilon)
-
-
-def activation(x: Any, activation_type: Sequence[str]) -> Any:
-    """The activation of x, or the product of two. ``x``: h (..., a, F) with a = len(activation_type); ``activation_type``: ("gelu",) (tanh
-    form, Hendrycks & Gimpel 2016), ("relu",), ("silu",) or ("silu", "linear") (SwiGLU). Returns h (..., F)."""
-    x, name = jnp.asarray(x), activation_name("activation", activation_type)
-    parts = ACTIVATIONS[name]
-    if x.ndim < 2 or x.shape[-2] != parts:
-        raise ShapeError(expected("activation", "x", f"shape {x.shape}", f"(..., {parts}, features) for {tuple(activation_type)}"))
-    flat = x.reshape(*x.shape[:-2], parts * x.shape[-1])
-    return apply(operations.activation, operations.ActivationSpec(name, flat.shape[-1]), {"x": flat})["y"]
 
 
 def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
