@@ -18,7 +18,9 @@ import ctypes.util
 import functools
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -98,6 +100,7 @@ def _on_the_host(function: Callable[..., None]) -> Callable[..., None]:
 
 def attributes(text: str) -> dict[str, Any]:
     """The attributes of the custom call for a program's text."""
+    _flight.used = True
     data = text.encode()
     low, high = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
     return {"low": low, "high": high, "text": np.frombuffer(data + b" " * (-len(data) % 8), np.int64)}
@@ -111,31 +114,51 @@ def _text(words: Any) -> str:
 
 
 class _Flight:
-    """Calls that are running now; ``drain`` waits for them and for what JAX has yet to run."""
+    """Calls that are running now, and the end of the process: the interpreter must not end under a handler, and XLA does not say what it
+    has yet to run (a result that was dropped is nowhere)."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._count = 0
+        self.used = False
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        with self._changed:
+        """A call, from its first to its last line."""
+        with self._lock:
             self._count += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._count -= 1
-                self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until no call is in flight: the interpreter must not end under a handler."""
-        with contextlib.suppress(RuntimeError):  # what fails here has failed for the user already, or no backend was ever used
+        """Wait for the results that are still held, then until no call runs and every other thread of the process sleeps; at most
+        ``_LONGEST`` seconds, for a thread of the user's may never sleep."""
+        if not self.used:
+            return
+        with contextlib.suppress(RuntimeError):  # what fails here has failed for the user already
             for array in jax.live_arrays():
                 with contextlib.suppress(RuntimeError, ValueError):  # deleted meanwhile, or the result of a failed call
                     array.block_until_ready()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._count)
+        end, quiet = time.monotonic() + _LONGEST, 0
+        while quiet < _QUIET and time.monotonic() < end:
+            quiet = 0 if self._count or _busy() else quiet + 1
+            time.sleep(_PAUSE)
+
+
+_LONGEST, _PAUSE, _QUIET = 60.0, 0.002, 5  # seconds, seconds, looks in a row
+
+
+def _busy() -> bool:
+    """Whether another thread of this process runs or could run (Linux: state R of ``/proc/self/task``)."""
+    own = str(threading.get_native_id())
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False
 
 
 _flight = _Flight()
@@ -162,6 +185,7 @@ def _receiver(prepare: Callable[[str, Device], Step], kind: str) -> Callable[...
 
     def receive(*values: Any) -> None:
         *tensors, low, high, words = values
+        _flight.used = True
         with _flight.one():
             if kind == "cpu":
                 device, stream = CPU, 0

@@ -85,7 +85,6 @@ def _eager(*arrays: Any, program: Program) -> Any:
 
 
 def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
-    calls.serve(prepare)
     temporaries = program.scratch(program.plan(DEVICES[platform]))
     avals = [jax.core.ShapedArray(meta.shape, meta.dtype.numpy) for _, meta in temporaries]
     inner = ctx.replace(avals_out=[*ctx.avals_out, *avals])
@@ -93,6 +92,7 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     return found[: len(ctx.avals_out)]
 
 
+calls.serve(prepare)
 for _platform in DEVICES:
     mlir.register_lowering(call_p, functools.partial(_lower, platform=_platform), platform=_platform)
 
