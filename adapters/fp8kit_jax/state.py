@@ -25,6 +25,9 @@ from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import manual
 
 
+FP8_COLLECTION_NAME = "fp8_metas"  # of Flax variables; Transformer Engine's
+
+
 class Slot(NamedTuple):
     """One quantised tensor's state: ``scale`` float32 (1,), ones at first; ``amax_history`` float32 (H,), zeros at first, row 0 free for
     the amax since the last update, row 1 the oldest (Transformer Engine's order)."""
