@@ -8,8 +8,8 @@ from fp8kit_jax import table as table
 from fp8kit_jax.activations import activation
 from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
-from fp8kit_jax.dense import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.float8 import ScaledTensor, dequantize, gemm, quantize
+from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
 from fp8kit_jax.program import register_operation
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.rules import apply
@@ -18,8 +18,8 @@ from fp8kit_jax.small import dropout_add, fused_cross_entropy, layernorm, rmsnor
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot, update_collections
 
 __all__ = [
-    "FP8_COLLECTION_NAME", "MeshResource", "QuantizerSet", "ScaledTensor", "Slot", "activation", "apply", "autocast", "call", "create_set", "dense",
-    "dequantize", "dot_product_attention", "dropout_add", "fused_cross_entropy", "gemm", "layernorm", "layernorm_dense",
-    "layernorm_mlp", "noop_quantizer_set", "quantize", "register", "register_operation", "rmsnorm", "rope", "rope_frequencies",
-    "running_sums", "shape_struct", "softmax", "update_collections",
+    "FP8_COLLECTION_NAME", "MeshResource", "QuantizerSet", "ScaledTensor", "Slot", "activation", "apply", "autocast", "call",
+    "create_set", "dense", "dequantize", "dot_product_attention", "dropout_add", "fused_cross_entropy", "gemm", "layernorm",
+    "layernorm_dense", "layernorm_mlp", "noop_quantizer_set", "quantize", "register", "register_operation", "rmsnorm", "rope",
+    "rope_frequencies", "running_sums", "shape_struct", "softmax", "update_collections",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax.dense import norm_spec
+from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
 

@@ -24,7 +24,6 @@ from jax.custom_batching import custom_vmap
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import manual
 
-
 FP8_COLLECTION_NAME = "fp8_metas"  # of Flax variables; Transformer Engine's
 
 

@@ -70,8 +70,8 @@ class DotProductAttention(nn.Module):
 class MultiHeadAttention(nn.Module):
     """Projections, attention, output projection; returns (y, norm(inputs_q) where ``return_layernorm_output``, else None).
 
-    Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or ``query``, ``key``, ``value``; the first
-    holds the input's norm; ``DotProductAttention_0``; ``out``. ``scale_attn_logits``: whether scores are divided by sqrt(head_dim);
+    Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or ``query``, ``key``, ``value``; the
+    first holds the input's norm; ``DotProductAttention_0``; ``out``. ``scale_attn_logits``: whether scores are divided by sqrt(head_dim);
     ``scaled_query_init``: whether the query's initial kernel is instead. Rotary embedding of queries and keys by
     ``rotary_pos_emb_windows`` (lowest, highest wave length / 2 pi), "consecutive" halves or "alternate" neighbours.
     """

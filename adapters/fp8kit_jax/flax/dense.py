@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit_jax import dense as functions
+from fp8kit_jax import layers as functions
 from fp8kit_jax import small
+from fp8kit_jax.activations import activation
 from fp8kit_jax.flax.common import fan_in, norm_parameters, partitioned, quantizer_set
 
 Axes = tuple[Any, ...]
@@ -176,7 +177,7 @@ class LayerNormMLP(nn.Module):
             first = functions.layernorm_dense(inputs, wi, scale, ln_bias, bi, *norm, sets[0], True)
         else:
             first = functions.dense(inputs, wi, bi, quantizer_set=sets[0]), inputs
-        act = functions.activation(first[0], parts)
+        act = activation(first[0], parts)
         if rate:
             act = small.dropout_add(act, rate=rate, key=self.make_rng(self.intermediate_dropout_rng_name))
         return functions.dense(act, wo, bo, quantizer_set=sets[1]), first[1] if self.return_layernorm_output else None

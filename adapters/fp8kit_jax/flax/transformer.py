@@ -66,7 +66,8 @@ class TransformerLayer(nn.Module):
     @nn.compact
     def __call__(self, inputs: Any, encoded: Any = None, attention_mask: Any = None, encoder_decoder_mask: Any = None,
                  deterministic: bool = False, sequence_descriptor: Any = None) -> Any:
-        """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``; ``encoded``: a decoder's, likewise. Masks: True masks out."""
+        """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``; ``encoded``: a decoder's, likewise. Masks: True masks
+        out."""
         op, decoder = "TransformerLayer", self.layer_type is TransformerLayerType.DECODER
         if inputs.shape[-1] != self.hidden_size or self.hidden_size % self.num_attention_heads:
             wanted = f"a last dimension of {self.hidden_size}, a multiple of {self.num_attention_heads} heads"
@@ -76,7 +77,8 @@ class TransformerLayer(nn.Module):
         s = inputs.shape[0 if self.transpose_batch_sequence else 1]
         bias = None
         if self.enable_relative_embedding:
-            found = self.relative_embedding or RelativePositionBiases(32, 128, self.num_attention_heads, dtype=self.dtype, name="relpos_bias")
+            heads = self.num_attention_heads
+            found = self.relative_embedding or RelativePositionBiases(32, 128, heads, dtype=self.dtype, name="relpos_bias")
             bias = jnp.asarray(found(s, s, self.self_attn_mask_type == "no_mask" or not decoder), inputs.dtype)
         post = self.apply_residual_connection_post_layernorm
         norm = {"layernorm_type": self.layernorm_type, "zero_centered_gamma": self.zero_centered_gamma}
