@@ -16,25 +16,39 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from fp8kit import formats
 from fp8kit.arrays import CPU, Device
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.spec import Meta
-from fp8kit_jax import calls, manual
+from fp8kit_jax import calls, manual, sharding
 from fp8kit_jax.program import Program, prepare
 
 call_p = Primitive("fp8kit_call")
-call_p.multiple_results = True
+part_p = Primitive("fp8kit_part")  # the same, on one device for certain
+call_p.multiple_results = part_p.multiple_results = True
 DEVICES = {"cpu": CPU, "cuda": Device("cuda")}
 
 
 def run(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
     """The program on arrays in the order of its ``arguments``; its results by name. Traceable, not differentiable."""
-    results = call_p.bind(*arrays, program=program)
+    results = bind(*arrays, program=program)
     return {name: result for (name, _), result in zip(program.results, results, strict=True)}
+
+
+def bind(*arrays: Any, program: Program) -> list[Any]:
+    """The primitive for a program. Where XLA may have several devices to itself, it holds the program's form that can be split: JAX must see
+    it when it traces."""
+    alone = jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes
+    return call_p.bind(*arrays, program=program, split=None if alone else _split(program))
+
+
+@functools.lru_cache(maxsize=1024)
+def _split(program: Program) -> Any:
+    shapes = [jax.ShapeDtypeStruct(*wire(meta)) for _, meta in program.arguments]
+    return jax.make_jaxpr(sharding.partitioned(program, part_p.bind))(*shapes)
 
 
 # --- shapes and dtypes ------------------------------------------------------------------------------------------------
@@ -60,7 +74,7 @@ def _like(aval: Any, meta: Meta) -> Any:
 
 
 @call_p.def_abstract_eval
-def _abstract(*avals: Any, program: Program) -> list[Any]:
+def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
     for (name, meta), aval in zip(program.arguments, avals, strict=True):
         shape, dtype = wire(meta)
         if tuple(aval.shape) != shape:
@@ -71,13 +85,16 @@ def _abstract(*avals: Any, program: Program) -> list[Any]:
     return [_like(widest, meta) for _, meta in program.results]
 
 
+part_p.def_abstract_eval(_abstract)
+
+
 @functools.lru_cache(maxsize=1024)
 def _compiled(program: Program) -> Callable[..., Any]:
-    return jax.jit(functools.partial(call_p.bind, program=program))
+    return jax.jit(functools.partial(bind, program=program))
 
 
 @call_p.def_impl
-def _eager(*arrays: Any, program: Program) -> Any:
+def _eager(*arrays: Any, program: Program, split: Any) -> Any:
     return _compiled(program)(*arrays)
 
 
@@ -92,9 +109,17 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     return found[: len(ctx.avals_out)]
 
 
+def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> Any:
+    """Split over devices where XLA has several to itself; in a shard_map, and on one device, as it is."""
+    several = getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
+    run = jaxpr_as_fun(split) if several and split is not None else functools.partial(part_p.bind, program=program)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
 calls.serve(prepare)
+mlir.register_lowering(call_p, _lower_anywhere)
 for _platform in DEVICES:
-    mlir.register_lowering(call_p, functools.partial(_lower, platform=_platform), platform=_platform)
+    mlir.register_lowering(part_p, functools.partial(_lower, platform=_platform), platform=_platform)
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------------
@@ -111,18 +136,18 @@ def _rows_apart(program: Program) -> bool:
     return all(product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products)
 
 
-def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program) -> Any:
+def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:
     moved = [a if dim is None else _front(a, dim) for a, dim in zip(arrays, dims, strict=True)]
     names = [name for name, _ in program.arguments]
     if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == ["x"] and _rows_apart(program):
         size = moved[names.index("x")].shape[0]
         metas = tuple((name, meta._replace(shape=(size, *meta.shape)) if name == "x" else meta) for name, meta in program.metas)
         wide = replace(program, metas=metas)
-        return call_p.bind(*moved, program=wide), [0] * len(wide.results)
+        return bind(*moved, program=wide), [0] * len(wide.results)
 
     def one(parts: list[Any]) -> list[Any]:
         given = iter(parts)
-        return call_p.bind(*(a if dim is None else next(given) for a, dim in zip(moved, dims, strict=True)), program=program)
+        return bind(*(a if dim is None else next(given) for a, dim in zip(moved, dims, strict=True)), program=program)
 
     mapped = [a for a, dim in zip(moved, dims, strict=True) if dim is not None]
     return jax.lax.map(one, mapped), [0] * len(program.results)

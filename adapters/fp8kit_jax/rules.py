@@ -23,6 +23,7 @@ from fp8kit.formats import int64
 from fp8kit.spec import Meta, Operation
 from fp8kit_jax import manual, primitive
 from fp8kit_jax.program import Program
+from fp8kit_jax.rules_amax import amax_of, scaled_now, with_amaxes
 from fp8kit_jax.state import Scaling, State, next_state
 
 Arrays = dict[str, Any]
@@ -153,25 +154,3 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
 
 
 _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
-
-
-# --- amaxes that devices share ----------------------------------------------------------------------------------------
-
-
-def scaled_now(spec: Any) -> bool:
-    """Whether the spec's one product has scales of whole tensors that are taken now (current scaling)."""
-    fp8 = getattr(getattr(spec, "product", None), "fp8", None)
-    return fp8 is not None and fp8.x.source == "current"
-
-
-def with_amaxes(spec: Any) -> Any:
-    """The spec with its amaxes as inputs."""
-    fp8 = spec.product.fp8
-    known = {name: replace(getattr(fp8, name), source="amax") for name in ("x", "w", "g")}
-    return replace(spec, product=replace(spec.product, fp8=replace(fp8, **known)))
-
-
-def amax_of(x: Any) -> Any:
-    """max|x|, NaN ignored, float32 (1,)."""
-    size = jnp.abs(x).astype(jnp.float32)
-    return jnp.max(jnp.where(jnp.isnan(size), 0.0, size)).reshape(1)

@@ -188,3 +188,19 @@ def test_jit_with_shardings_is_one_device(recipe, axes):
     same("state", grads[3], want_new)
     for a, c in ((got, want), (grads[0], dx), (grads[1], dw), (grads[2], db)):
         near(a, c)
+
+
+def test_nothing_is_gathered_where_rows_and_columns_are_split():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"))
+    x, w = draw(0, 64, 4, K), draw(1, K, 64)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P("data")), (w, P(None, "tensor")))]
+    sets = quantizers(RECIPES["delayed"])
+
+    def step(x, w, sets):
+        return jax.grad(lambda x, w, sets: (layer(x, w, None, sets) ** 2).sum(), (0, 1, 2))(x, w, sets)
+
+    compiled = jax.jit(step).lower(*placed, sets).compile()
+    assert "all-gather" not in compiled.as_text()
+    dx, dw, _ = compiled(*placed, jax.device_put(sets, NamedSharding(mesh, P())))
+    assert dx.sharding.spec[0] == "data"
+    assert dw.sharding.spec[1] == "tensor"
