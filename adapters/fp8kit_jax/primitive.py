@@ -39,8 +39,8 @@ def run(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
 
 
 def bind(*arrays: Any, program: Program) -> list[Any]:
-    """The primitive for a program. Where XLA may have several devices to itself, it holds the program's form that can be split: JAX must see
-    it when it traces."""
+    """The primitive for a program. Where XLA may have several devices to itself, it holds the program's form that can be split: JAX must
+    see it when it traces."""
     alone = jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes
     return call_p.bind(*arrays, program=program, split=None if alone else _split(program))
 

@@ -31,6 +31,7 @@ from fp8kit_jax.rules_amax import amax_of, scaled_now, with_amaxes
 ROWS = {"linear": ("x",), "norm": ("x",), "norm_linear": ("x",), "norm_mlp": ("x",), "activation": ("x",), "attention": ("q", "k", "v")}
 COLUMNS = ("linear", "norm_linear")
 Bind = Callable[..., Any]
+Cuts = list[int | None]  # for each array, which dimension is cut, None for none
 
 
 class Split(NamedTuple):
@@ -82,11 +83,11 @@ def part(program: Program, split: Split) -> Program | None:
     return found
 
 
-def axes_of(program: Program, local: Program | None, count: int) -> tuple[list[int | None], list[int | None]]:
+def axes_of(program: Program, local: Program | None, count: int) -> tuple[Cuts, Cuts]:
     """Which dimension of each argument and of each result is cut into ``count`` parts, None where none is."""
 
-    def cut(whole: Named, parts: Named) -> list[int | None]:
-        found: list[int | None] = []
+    def cut(whole: Named, parts: Named) -> Cuts:
+        found: Cuts = []
         for (_, a), (_, b) in zip(whole, parts, strict=True):
             changed = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
             assert len(changed) < 2
@@ -108,35 +109,33 @@ def partitioned(program: Program, bind: Bind) -> Any:
 
 
 def _rule(program: Program) -> SdyShardingRule:
-    """Along which dimensions shardings go from array to array: factor "r" for rows, "c" for columns, each other dimension its own."""
-    kinds = [(name, *axes_of(program, part(program, split), 2)) for name, split in (("r", Split(rows=2)), ("c", Split(columns=2)))]
-    base: dict[str, int] = {}
+    """Along which dimensions shardings go from array to array: factor "r" for rows, "c" for columns, each other dimension its own. Where
+    rows are flattened, "r" is the major part of a compound."""
+    arrays = [*program.arguments, *program.results]
+    along: dict[tuple[int, int], str] = {}  # (array, dimension) -> factor
+    base: dict[str, int] = {}  # factor -> its size
+    for factor, split in (("r", Split(rows=2)), ("c", Split(columns=2))):
+        cuts = [d for group in axes_of(program, part(program, split), 2) for d in group]
+        along |= {(i, d): factor for i, d in enumerate(cuts) if d is not None}
+        extents = [arrays[i][1].shape[d] for i, d in enumerate(cuts) if d is not None]
+        base |= {factor: min(extents)} if extents else {}
     sizes: dict[str, int] = {}
-    count = 0
-    groups: list[list[tuple[Any, ...]]] = []
-    for which, named in enumerate((program.arguments, program.results)):
-        group = []
-        for i, (_, meta) in enumerate(named):
-            shape = meta.shape
-            own: list[Any] = []
-            for d in range(len(shape)):
-                kind = next((k[0] for k in kinds if k[1 + which][i] == d), None)
-                if kind is not None and kind not in base:
-                    base[kind] = min(m.shape[k[1 + w][j]] for k in kinds if k[0] == kind for w, all_ in enumerate(
-                        (program.arguments, program.results)) for j, (_, m) in enumerate(all_) if k[1 + w][j] is not None)
-                if kind is not None and shape[d] == base[kind]:
-                    own.append(kind)
-                    continue
-                factor, count = f"f{count}", count + 1
-                if kind is not None and shape[d] % base[kind] == 0:
-                    sizes |= {kind: base[kind], factor: shape[d] // base[kind]}
-                    own.append(CompoundFactor(kind, factor))
-                else:
-                    own.append(factor)
-            group.append(tuple(own))
-        groups.append(group)
-    whole = {factor for group in groups for dims in group for factor in dims if isinstance(factor, str)}  # their sizes are known
-    return SdyShardingRule(tuple(groups[0]), tuple(groups[1]), **{factor: n for factor, n in sizes.items() if factor not in whole})
+    mapped: list[tuple[Any, ...]] = []
+    for i, (_, meta) in enumerate(arrays):
+        dims: list[Any] = []
+        for d, n in enumerate(meta.shape):
+            own, factor = f"a{i}d{d}", along.get((i, d))
+            if factor is not None and n == base[factor]:
+                dims.append(factor)
+            elif factor is not None and n % base[factor] == 0:
+                sizes |= {factor: base[factor], own: n // base[factor]}
+                dims.append(CompoundFactor(factor, own))
+            else:
+                dims.append(own)
+        mapped.append(tuple(dims))
+    whole = {factor for dims in mapped for factor in dims if isinstance(factor, str)}  # the sizes of these are known
+    count = len(program.arguments)
+    return SdyShardingRule(tuple(mapped[:count]), tuple(mapped[count:]), **{f: n for f, n in sizes.items() if f not in whole})
 
 
 def _partition(program: Program, bind: Bind, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
@@ -190,7 +189,7 @@ def _asked(program: Program, arg_shapes: Sequence[Any]) -> tuple[tuple[str, ...]
     return rows, tuple(axis for axis in columns if axis not in rows)
 
 
-def _run_part(local: Program, bind: Bind, arrays: Sequence[Any], used: Sequence[tuple[Sequence[int | None], tuple[str, ...]]]) -> tuple[Any, ...]:
+def _run_part(local: Program, bind: Bind, arrays: Sequence[Any], used: Sequence[tuple[Cuts, tuple[str, ...]]]) -> tuple[Any, ...]:
     """One device's program, and what its results need of the other devices."""
     everywhere = tuple(axis for _, axes in used for axis in axes)
     given = list(arrays)

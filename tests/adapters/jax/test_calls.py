@@ -23,7 +23,8 @@ from tests.adapters.jax import programs
 def child(*args, **environment):
     """What a program printed, in a process of its own."""
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    done = subprocess.run([sys.executable, "-m", "tests.adapters.jax.programs", *args], env=env, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "tests.adapters.jax.programs", *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

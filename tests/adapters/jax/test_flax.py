@@ -66,7 +66,8 @@ def test_modules_are_the_functions(name):
             "scale": (32,), "ln_bias": (32,), "wi_kernel": (32, 2, 48), "wo_kernel": (48, 32), "wi_bias": (2, 48), "wo_bias": (32,),
         }  # fmt: skip
         kernels, biases = (p["wi_kernel"], p["wo_kernel"]), (p["wi_bias"], p["wo_bias"])
-        want = te.layernorm_mlp(x, p["scale"], p["ln_bias"], kernels, biases, activation_type=("silu", "linear"), quantizer_sets=(sets, sets))
+        options = {"activation_type": ("silu", "linear"), "quantizer_sets": (sets, sets)}
+        want = te.layernorm_mlp(x, p["scale"], p["ln_bias"], kernels, biases, **options)
         assert_same_bits("mlp", np.asarray(jax.jit(mlp.apply)(variables, x)[0]), np.asarray(want))
 
 

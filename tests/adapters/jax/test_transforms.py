@@ -204,3 +204,37 @@ def test_nothing_is_gathered_where_rows_and_columns_are_split():
     dx, dw, _ = compiled(*placed, jax.device_put(sets, NamedSharding(mesh, P())))
     assert dx.sharding.spec[0] == "data"
     assert dw.sharding.spec[1] == "tensor"
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_an_mlp_over_devices_is_one_device(recipe, manual):
+    """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so that the codes are the same."""
+    found = RECIPES[recipe]
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    x, gamma, k1, k2 = draw(0, 8, 16, K) * jnp.exp2(jnp.arange(8.0))[:, None, None], draw(1, K), draw(2, K, 2, N), draw(3, N, K)
+    sets = (fj.noop_quantizer_set,) * 2 if found is None else fj.create_set(found, 2)
+
+    def loss(gamma, kernels, sets, x):
+        y = fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
+        return (y**2).sum()
+
+    value = jax.value_and_grad(loss, (0, 1, 2))
+    want, (want_gamma, want_kernels, want_sets) = jax.jit(value)(gamma, (k1, k2), sets, x)
+    if manual:
+        summed = jax.shard_map(lambda *a: jax.lax.psum(loss(*a), "data"), mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P())
+        got, grads = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(gamma, (k1, k2), sets, x)
+    else:
+        whole = jax.device_put((gamma, (k1, k2), sets), NamedSharding(mesh, P()))
+        got, grads = jax.jit(value)(*whole, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    jax.tree.map(near, (got, grads[0], grads[1]), (want, want_gamma, want_kernels))
+    jax.tree.map(near, grads[2], want_sets)
+
+
+def test_attention_over_devices_is_one_device():
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    parts = [draw(i, 8, 16, 2, 8) for i in range(3)]
+    step = jax.jit(jax.value_and_grad(lambda q, k, v: (fj.dot_product_attention(q, k, v) ** 2).sum(), (0, 1, 2)))
+    placed = jax.device_put(parts, NamedSharding(mesh, P("data")))
+    jax.tree.map(near, step(*placed), step(*parts))
+    assert "all-gather" not in step.lower(*placed).compile().as_text()
