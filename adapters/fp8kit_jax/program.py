@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from fp8kit import __version__, arrays, formats
+from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import SelectionPolicy
@@ -23,7 +23,7 @@ from fp8kit.errors import BackendError, FormatError, expected
 from fp8kit.formats import FORMATS, Format
 from fp8kit.spec import Meta, Operation, Plan, Signature
 
-FACES = ("forward", "backward", "measure")
+FORM = 1  # of the text; another number where texts of before can no longer be run
 Named = tuple[tuple[str, Meta], ...]
 _OPERATIONS: dict[str, Operation] = {}
 _SPECS: dict[str, type] = {kind.__name__: kind for kind in (Format, SelectionPolicy)}
@@ -99,20 +99,10 @@ class Program:
         found = {"forward": plan.scratch, "backward": plan.backward_scratch, "measure": plan.measure_scratch}[self.face]
         return tuple((name, meta._replace(shape=(1,)) if meta.shape == (0,) else meta) for name, meta in found.items())
 
-    @cached_property
-    def text(self) -> str:
-        """The program as text."""
-        return json.dumps({"fp8kit": __version__, "program": _encode(self)}, separators=(",", ":"), sort_keys=True)
-
-    @staticmethod
-    def of(text: str) -> Program:
-        """The program of a text; BackendError for one that another version of fp8kit has written."""
-        found = json.loads(text)
-        if found["fp8kit"] != __version__:
-            raise BackendError(expected("fp8kit.run", "program", f"one compiled by fp8kit {found['fp8kit']}", f"fp8kit {__version__}"))
-        made = _decode(found["program"])
-        assert isinstance(made, Program)
-        return made
+    def text(self, scratch: Named) -> str:
+        """The program as text, with the temporaries that it was compiled with."""
+        whole = {"form": FORM, "program": _encode(self), "scratch": _encode(scratch)}
+        return json.dumps(whole, separators=(",", ":"), sort_keys=True)
 
 
 _SPECS["Program"] = Program
@@ -161,8 +151,14 @@ Part = tuple[str, arrays.Shape, formats.DType]
 @lru_cache(maxsize=4096)
 def prepare(text: str, device: Device) -> Step:
     """``step(pointers, stream)`` for a program's text on a device: pointers of arguments, results and scratch in the program's order."""
-    program = Program.of(text)
+    found = json.loads(text)
+    if found.get("form") != FORM:
+        raise BackendError(expected("fp8kit.run", "program", f"form {found.get('form')}", f"form {FORM}: compiled by another fp8kit"))
+    program: Program = _decode(found["program"])
     plan = program.plan(device)
+    if program.scratch(plan) != _decode(found["scratch"]):
+        wanted = f"{program.scratch(plan)}: compiled by another fp8kit or for another kind of device"
+        raise BackendError(expected("fp8kit.run", "temporaries", _decode(found["scratch"]), wanted))
     provider, op, face, signature = arrays.provider(device), program.op, program.face, program.signature
     groups = [_parts(program.arguments), _parts(program.results), _parts(program.scratch(plan))]
     zeroed = [name for name, meta in program.results if meta.zero]
@@ -174,9 +170,6 @@ def prepare(text: str, device: Device) -> Step:
 
     def step(pointers: Sequence[int], stream: int) -> None:
         a, r = len(groups[0]), len(groups[1])
-        if len(pointers) != a + r + len(groups[2]):
-            wanted = f"{a} arguments, {r} results, {len(groups[2])} temporaries"
-            raise BackendError(expected("fp8kit.run", "arrays", len(pointers), f"{wanted}: compiled on another kind of device?"))
         results, scratch = views(groups[1], pointers[a : a + r]), views(groups[2], pointers[a + r :])
         for name in zeroed:
             provider.fill_zero(results[name], stream)
@@ -201,8 +194,3 @@ def prepare(text: str, device: Device) -> Step:
 
 def _parts(named: Sequence[tuple[str, Meta]]) -> list[Part]:
     return [(name, meta.shape, meta.dtype) for name, meta in named]
-
-
-def shapes(named: Mapping[str, Meta]) -> Named:
-    """A mapping of metas as a program's fields have them."""
-    return tuple(named.items())
