@@ -9,6 +9,7 @@ backward), the batch becomes further rows of one call. Everywhere else the eleme
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,8 +42,18 @@ def run(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
 def bind(*arrays: Any, program: Program) -> list[Any]:
     """The primitive for a program. Where XLA may have several devices to itself, it holds the program's form that can be split: JAX must
     see it when it traces."""
-    alone = jax.device_count() == 1 or jax.sharding.get_abstract_mesh().manual_axes
+    alone = not _several() or jax.sharding.get_abstract_mesh().manual_axes
     return call_p.bind(*arrays, program=program, split=None if alone else _split(program))
+
+
+@functools.cache
+def _several() -> bool:
+    """Whether any kind of device is there more than once."""
+    counts = []
+    for platform in calls.PLATFORMS:
+        with contextlib.suppress(RuntimeError):  # no such device here
+            counts.append(jax.device_count(platform))
+    return max(counts, default=1) > 1
 
 
 @functools.lru_cache(maxsize=1024)

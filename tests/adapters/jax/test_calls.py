@@ -22,7 +22,8 @@ from tests.adapters.jax import programs
 
 def child(*args, **environment):
     """What a program printed, in a process of its own."""
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    fixed = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | fixed | environment
     command = [sys.executable, "-m", "tests.adapters.jax.programs", *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -79,7 +80,7 @@ def test_threads_share_nothing():
         for _ in range(5):
             found.append(programs.digest(jitted(*jax.device_put((w, sets, x), device))))
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in jax.devices()[:4]]
+    threads = [threading.Thread(target=work, args=(device,)) for device in jax.devices("cpu")[:4]]
     for thread in threads:
         thread.start()
     for thread in threads:

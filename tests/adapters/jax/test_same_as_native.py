@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from fp8kit import autocast, formats, nn, tensor
+import fp8kit as fk
+from fp8kit import arrays, autocast, formats, nn, tensor
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit.testing import assert_same_bits
 
@@ -30,10 +31,10 @@ def draw(seed, shape, dtype, scale=1.0):
 
 
 def native(module, recipe, x, g):
-    x = tensor(x, requires_grad=True)
+    x = tensor(x, requires_grad=True, device=next(module.parameters()).device)
     with contextlib.nullcontext() if recipe is None else autocast(recipe=recipe):
         y = module(x)
-    y.backward(g)
+    y.backward(g if y.device.kind == "cpu" else tensor(g, device=y.device))
     grads = {name: p.grad.numpy() for name, p in module.named_parameters()} | {"x": x.grad.numpy()}
     module.zero_grad()
     return y.numpy(), grads
@@ -62,9 +63,13 @@ def steps(module, function, params, recipe, x_width, dtype, gemms):
             for i, own in enumerate(sets):
                 for slot, state, at in zip(SLOTS, (forward, forward, backward), (3 * i, 3 * i + 1, 2 * i), strict=True):
                     found = getattr(own, slot)
-                    assert_same_bits(f"step {seed}: {slot}.scale", np.asarray(found.scale), state.scale[at : at + 1])
-                    history = np.ascontiguousarray(state.amax_history[:, at])
+                    assert_same_bits(f"step {seed}: {slot}.scale", np.asarray(found.scale), host(state.scale)[at : at + 1])
+                    history = np.ascontiguousarray(host(state.amax_history)[:, at])
                     assert_same_bits(f"step {seed}: {slot}.amax_history", np.asarray(found.amax_history), history)
+
+
+def host(array):
+    return arrays.as_view(array).numpy()
 
 
 def native_shape(module, width):
@@ -119,3 +124,33 @@ def test_layernorm_mlp(recipe, kind):
                                 kernel_layout="oi")
 
     steps(module, function, params, RECIPES[recipe], K, "float32", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dense_on_cuda(recipe, dtype):
+    """Under the deterministic policy, which is captured when the function is traced."""
+    with fk.deterministic():
+        module = nn.Linear(K, N, params_dtype=dtype, device="cuda")
+        params = random_parameters(module, dtype)
+
+        def function(p, sets, x):
+            return fj.dense(x, p["weight"], p["bias"], ((-1,), (1,)), sets[0])
+
+        steps(module, function, params, RECIPES[recipe], K, dtype, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layernorm_mlp_on_cuda(recipe):
+    with fk.deterministic():
+        module = nn.LayerNormMLP(K, F, eps=1e-5, device="cuda")
+        params = random_parameters(module, "float32")
+
+        def function(p, sets, x):
+            kernels, biases = (p["fc1_weight"][None], p["fc2_weight"]), (p["fc1_bias"][None], p["fc2_bias"])
+            options = ("layernorm", False, 1e-5, ("gelu",), sets)
+            return fj.layernorm_mlp(x, p["layer_norm_weight"], p["layer_norm_bias"], kernels, biases, *options, kernel_layout="oi")
+
+        steps(module, function, params, RECIPES[recipe], K, "float32", 2)

@@ -148,7 +148,7 @@ def test_donated_state_and_eval_shape():
 def test_shard_map_is_one_device(recipe, check):
     """Rows over 8 devices: the state comes back once, its amaxes those of the whole batch, so that it is the one device's, bit for bit."""
     recipe = RECIPES[recipe]
-    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
     x, w, b = draw(0, 128, K) * jnp.exp2(jnp.arange(128.0) // 16 - 4)[:, None], draw(1, K, N), draw(2, N)
     sets = moved(recipe, x, w, b)
 
@@ -173,7 +173,7 @@ def test_jit_with_shardings_is_one_device(recipe, axes):
     """Rows and columns of the product over a mesh of 4 x 2, by NamedSharding alone."""
     recipe = RECIPES[recipe]
     rows, columns = axes
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"))
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
     x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
     sets = moved(recipe, x[0], w, b)
 
@@ -191,7 +191,7 @@ def test_jit_with_shardings_is_one_device(recipe, axes):
 
 
 def test_nothing_is_gathered_where_rows_and_columns_are_split():
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "tensor"))
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
     x, w = draw(0, 64, 4, K), draw(1, K, 64)
     placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P("data")), (w, P(None, "tensor")))]
     sets = quantizers(RECIPES["delayed"])
@@ -211,7 +211,7 @@ def test_nothing_is_gathered_where_rows_and_columns_are_split():
 def test_an_mlp_over_devices_is_one_device(recipe, manual):
     """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so that the codes are the same."""
     found = RECIPES[recipe]
-    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
     x, gamma, k1, k2 = draw(0, 8, 16, K) * jnp.exp2(jnp.arange(8.0))[:, None, None], draw(1, K), draw(2, K, 2, N), draw(3, N, K)
     sets = (fj.noop_quantizer_set,) * 2 if found is None else fj.create_set(found, 2)
 
@@ -232,7 +232,7 @@ def test_an_mlp_over_devices_is_one_device(recipe, manual):
 
 
 def test_attention_over_devices_is_one_device():
-    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
     parts = [draw(i, 8, 16, 2, 8) for i in range(3)]
     step = jax.jit(jax.value_and_grad(lambda q, k, v: (fj.dot_product_attention(q, k, v) ** 2).sum(), (0, 1, 2)))
     placed = jax.device_put(parts, NamedSharding(mesh, P("data")))
