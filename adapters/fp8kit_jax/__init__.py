@@ -1,5 +1,25 @@
-"""The JAX door of fp8kit. So far: calling fp8kit from inside ``jax.jit`` on XLA's own buffers; the layers are not here yet."""
+"""fp8kit for JAX: FP8 layers as pure functions and as Flax modules, on the CPU and on CUDA, inside ``jax.jit``.
 
+``dense``, ``layernorm_dense``, ``layernorm_mlp``, ``dot_product_attention`` and the small functions are made of fp8kit's operations, run by
+one XLA custom call. Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax.
+"""
+
+from fp8kit_jax import table as table
+from fp8kit_jax.activations import activation
+from fp8kit_jax.attention import dot_product_attention, running_sums
 from fp8kit_jax.calls import call, register, shape_struct
+from fp8kit_jax.float8 import ScaledTensor, dequantize, gemm, quantize
+from fp8kit_jax.layers import dense, layernorm_dense, layernorm_mlp
+from fp8kit_jax.program import register_operation
+from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
+from fp8kit_jax.rules import apply
+from fp8kit_jax.scopes import MeshResource, autocast
+from fp8kit_jax.small import dropout_add, fused_cross_entropy, layernorm, rmsnorm, rope, rope_frequencies, softmax
+from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot, update_collections
 
-__all__ = ["call", "register", "shape_struct"]
+__all__ = [
+    "FP8_COLLECTION_NAME", "MeshResource", "QuantizerSet", "ScaledTensor", "Slot", "activation", "apply", "autocast", "call",
+    "create_set", "dense", "dequantize", "dot_product_attention", "dropout_add", "fused_cross_entropy", "gemm", "layernorm",
+    "layernorm_dense", "layernorm_mlp", "noop_quantizer_set", "quantize", "register", "register_operation", "rmsnorm", "rope",
+    "rope_frequencies", "running_sums", "shape_struct", "softmax", "update_collections",
+]  # fmt: skip

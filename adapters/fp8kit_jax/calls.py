@@ -1,40 +1,57 @@
-"""XLA custom calls whose handler is Python: fp8kit's functions on views of XLA's buffers, through jax-tvm-ffi.
+"""The one XLA custom call of the door, ``fp8kit.run``: Python on XLA's own buffers, through jax-tvm-ffi.
 
-A handler gets its arguments and results as ``ArrayView``s of memory that XLA owns, in the order of the call, and attributes after them. It
-must not call jax.
+The call's attributes hold a text that says what to run (``program.py``), the same in every process, so that compiled programs can be
+cached on disk and exported: ``text``, its bytes as int64 words (text attributes are written beyond their end by jax-tvm-ffi 0.1.3), and
+``low`` and ``high``, its digest, by which a process that has seen the text finds it again without looking at the words. Arguments and
+results come as memory that XLA owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here. An exception
+surfaces from the jitted function with its text.
+
+XLA's CPU threads flush subnormal numbers to zero. fp8kit's engines keep them, so the handler restores IEEE arithmetic while it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import atexit
+import contextlib
+import ctypes
+import ctypes.util
+import functools
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax_tvm_ffi
+import numpy as np
 import tvm_ffi
 
-from fp8kit.arrays import CPU, ArrayView
+from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.formats import DTYPES
 from fp8kit.spec import Meta
 
+TARGET = "fp8kit.run"
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}  # XLA's name -> kind of device
+_ENVIRONMENT_BYTES = 64  # fenv_t has at most 32 bytes on the platforms that JAX serves
 
-def register(name: str, handler: Callable[..., None], attributes: Sequence[str] = ()) -> None:
-    """Make ``handler`` the CPU custom call ``name`` of XLA, once a process.
 
-    ``handler(*views, *attributes)``: every argument and result of the call as an ArrayView, then the named attributes. An exception that it
-    raises surfaces from the jitted function with its text.
+def register(name: str, handler: Callable[..., None], attributes: Sequence[str] = (), platform: str = "cpu") -> None:
+    """Make ``handler`` the custom call ``name`` of XLA on a platform, "cpu" or "gpu", once a process.
+
+    ``handler(*views, *attributes)``: every argument and result of the call as an ArrayView, then the named attributes.
     """
 
     def receive(*values: Any) -> None:
         count = len(values) - len(attributes)
-        handler(*(_view(value) for value in values[:count]), *values[count:])
+        handler(*(_view(value, platform) for value in values[:count]), *values[count:])
 
-    spec = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
-    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(receive), arg_spec=spec, platform="cpu", pass_owned_tensor=True)
+    _register(name, receive, attributes, platform)
 
 
 def call(name: str, results: Any, *arrays: Any, **attributes: Any) -> Any:
-    """The registered call inside a traced function. ``results``: a (nested) list of ``shape_struct``s, in which shape it returns them."""
+    """A registered call inside a traced function. ``results``: a (nested) list of ``shape_struct``s, in which shape it returns them."""
     return jax.ffi.ffi_call(name, results)(*arrays, **attributes)
 
 
@@ -43,5 +60,142 @@ def shape_struct(meta: Meta) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(meta.shape, meta.dtype.numpy)
 
 
-def _view(tensor: Any) -> ArrayView:
-    return ArrayView(tensor.data_ptr(), tuple(tensor.shape), DTYPES[str(tensor.dtype)], CPU, tensor)
+def _view(tensor: Any, platform: str) -> ArrayView:
+    device = CPU if platform == "cpu" else Device(PLATFORMS[platform], tensor.device.index)
+    return ArrayView(tensor.data_ptr(), tuple(tensor.shape), DTYPES[str(tensor.dtype)], device, tensor)
+
+
+def _register(name: str, function: Callable[..., None], attributes: Sequence[str], platform: str) -> None:
+    spec = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
+    receive = _on_the_host(function) if platform == "cpu" else function
+    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(receive), arg_spec=spec, platform=platform, pass_owned_tensor=True)
+
+
+# --- IEEE arithmetic on XLA's threads ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _libm() -> ctypes.CDLL:
+    return ctypes.CDLL(ctypes.util.find_library("m"))
+
+
+def _on_the_host(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` with the default floating-point environment of the C library (``fesetenv(FE_DFL_ENV)``), put back afterwards."""
+    default = ctypes.c_void_p(-1)
+
+    def receive(*values: Any) -> None:
+        library, before = _libm(), ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+        library.fegetenv(before)
+        library.fesetenv(default)
+        try:
+            function(*values)
+        finally:
+            library.fesetenv(before)
+
+    return receive
+
+
+# --- text as attributes -----------------------------------------------------------------------------------------------
+
+
+def attributes(text: str) -> dict[str, Any]:
+    """The attributes of the custom call for a program's text."""
+    _flight.used = True
+    data = text.encode()
+    low, high = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
+    return {"low": low, "high": high, "text": np.frombuffer(data + b" " * (-len(data) % 8), np.int64)}
+
+
+def _text(words: Any) -> str:
+    return np.array([int(word) for word in words], np.int64).tobytes().decode()
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+class _Flight:
+    """Calls that are running now, and the end of the process: the interpreter must not end under a handler, and XLA does not say what it
+    has yet to run (a result that was dropped is nowhere)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self.used = False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """A call, from its first to its last line."""
+        with self._lock:
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+
+    def drain(self) -> None:
+        """Wait for the results that are still held, then until no call runs and every other thread of the process sleeps; at most
+        ``_LONGEST`` seconds, for a thread of the user's may never sleep."""
+        if not self.used:
+            return
+        with contextlib.suppress(RuntimeError):  # what fails here has failed for the user already
+            for array in jax.live_arrays():
+                with contextlib.suppress(RuntimeError, ValueError):  # deleted meanwhile, or the result of a failed call
+                    array.block_until_ready()
+        end, quiet = time.monotonic() + _LONGEST, 0
+        while quiet < _QUIET and time.monotonic() < end:
+            quiet = 0 if self._count or _busy() else quiet + 1
+            time.sleep(_PAUSE)
+
+
+_LONGEST, _PAUSE, _QUIET = 60.0, 0.002, 5  # seconds, seconds, looks in a row
+
+
+def _busy() -> bool:
+    """Whether another thread of this process runs or could run (Linux: state R of ``/proc/self/task``)."""
+    own = str(threading.get_native_id())
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False
+
+
+_flight = _Flight()
+_ready: set[str] = set()
+_lock = threading.Lock()
+
+
+Step = Callable[[Sequence[int], int], None]
+
+
+def serve(prepare: Callable[[str, Device], Step]) -> None:
+    """Register ``fp8kit.run`` on every platform, once a process. ``prepare(text, device)`` gives ``step(pointers, stream)``."""
+    with _lock:
+        for platform, kind in PLATFORMS.items():
+            if platform not in _ready:
+                _register(TARGET, _receiver(prepare, kind), ["low", "high", "text"], platform)
+                _ready.add(platform)
+                if len(_ready) == 1:
+                    atexit.register(_flight.drain)
+
+
+def _receiver(prepare: Callable[[str, Device], Step], kind: str) -> Callable[..., None]:
+    steps: dict[tuple[int, int, Device], Step] = {}
+
+    def receive(*values: Any) -> None:
+        *tensors, low, high, words = values
+        _flight.used = True
+        with _flight.one():
+            if kind == "cpu":
+                device, stream = CPU, 0
+            else:
+                place = tensors[0].device
+                device, stream = Device(kind, place.index), tvm_ffi.get_raw_stream(place)
+            key = (low, high, device)
+            step = steps.get(key)
+            if step is None:
+                step = steps[key] = prepare(_text(words), device)
+            step([tensor.data_ptr() for tensor in tensors], stream)
+
+    return receive

@@ -1,0 +1,73 @@
+"""``dot_product_attention`` as a pure function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8kit.backends.policy import get_policy
+from fp8kit.errors import ShapeError, expected
+from fp8kit.ops.attention import AttentionSpec, attention
+from fp8kit_jax.rules import apply
+from fp8kit_jax.small import rng_inputs
+
+
+def dot_product_attention(
+    query: Any, key: Any, value: Any, *, attn_mask_type: str = "causal", mask: Any = None, bias: Any = None,
+    attn_bias_type: str | None = None, scale_factor: float | None = None, dropout_rate: float = 0.0, dropout_key: Any = None,
+    qkv_format: str = "bshd", window_size: tuple[int, int] | None = None, softmax_type: str = "vanilla", softmax_offset: Any = None,
+    alibi_slopes: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
+    cu_seqlens_kv_padded: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, bottom_right_diagonal: bool | None = None,
+) -> Any:
+    """dropout(softmax(scores)) value for each head, scores = scale_factor * query key^T and a bias (Vaswani et al. 2017).
+
+    * ``query``: h (b, s_q, heads, d); ``key``: h (b, s_kv, groups, d); ``value``: h (b, s_kv, groups, d_v), groups a divisor of heads. With
+      "sbhd" the sequence comes first, with "thd" t tokens stand for b and s.
+    * ``attn_mask_type``: "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right" or
+      "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out. Padding: ``cu_seqlens_q``, ``cu_seqlens_kv``,
+      int32 (b + 1,), running sums of the true lengths.
+    * ``bias``: h (1 | b, 1 | heads, 1 | s_q, s_kv), differentiable; ``attn_bias_type``: None is "post_scale_bias" where there is one.
+    * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
+
+    Returns h (b, s_q, heads, d_v), or as query's format has it.
+    """
+    q, k, v = (jnp.asarray(a) for a in (query, key, value))
+    dims = 3 if qkv_format == "thd" else 4
+    for name, array in (("query", q), ("key", k), ("value", v)):
+        if array.ndim != dims:
+            raise ShapeError(expected("dot_product_attention", name, f"shape {array.shape}", f"{dims} dimensions for {qkv_format!r}"))
+    if dropout_rate and dropout_key is None:
+        raise ShapeError(expected("dot_product_attention", "dropout_key", None, f"a JAX key with dropout_rate {dropout_rate}"))
+    biased = attn_bias_type or ("no_bias" if bias is None else "post_scale_bias")
+    heads, head_dim = q.shape[-2:]
+    spec = AttentionSpec(
+        heads, head_dim, k.shape[-2], qkv_format, attn_mask_type, float(scale_factor or 0.0), float(dropout_rate),
+        get_policy().deterministic, "separate", v.shape[-1],
+        (-1, -1) if window_size is None else tuple(window_size), bottom_right_diagonal, biased, softmax_type,
+        max_seqlen_q, max_seqlen_kv,
+    )  # fmt: skip
+    if biased == "alibi" and alibi_slopes is None:
+        alibi_slopes = jnp.asarray(slopes(heads))
+    inputs = {
+        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "softmax_offset": softmax_offset,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+    }  # fmt: skip
+    inputs |= rng_inputs(dropout_key) if dropout_rate else {}
+    return apply(attention, spec, inputs, pairs=("rng",))["o"].reshape(*q.shape[:-1], v.shape[-1])
+
+
+def running_sums(lengths: Any) -> Any:
+    """int32 (b + 1,) running sums from the sequences' lengths, (b,): ``cu_seqlens``."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jax.lax.cumsum(jnp.asarray(lengths, jnp.int32))])
+
+
+def slopes(heads: int) -> np.ndarray[Any, Any]:
+    """ALiBi's slopes, float32 (heads,) (Press et al. 2022, section 3): 2^(-8 i / n) for the largest power of two n up to heads, and every
+    second one of 2n heads' for the rest."""
+    n = 1 << (heads.bit_length() - 1)
+    found = [2.0 ** (-8 * i / n) for i in range(1, n + 1)] + [2.0 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
+    return np.array(found, np.float32)

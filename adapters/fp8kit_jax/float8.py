@@ -1,0 +1,144 @@
+"""``ScaledTensor``: FP8 codes in JAX's native float8 dtypes with their scales, a pytree; ``quantize``, ``dequantize``, ``gemm``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8kit import formats
+from fp8kit.backends.dispatch import block_shapes
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit_jax import operations, primitive
+from fp8kit_jax.rules import apply
+from fp8kit_jax.small import rng_inputs
+
+# scaling -> (rows, columns) of a tile, 0: all
+TILES = {"tensor": (0, 0), "row": (1, 0), "block_1x128": (1, 128), "block_128x128": (128, 128), "mx_1x32": (1, 32)}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScaledTensor:
+    """``decode(data) * scale_inv``.
+
+    * ``data``: float8 codes (..., N), ``jnp.float8_e4m3fn`` or another native dtype. ``scale_inv``: float32, one a tile: (1,) for "tensor",
+      (rows, 1) for "row", (ceil(rows / r), ceil(N / c)) for r x c blocks, all leading dimensions flattened into rows.
+    * ``format``, ``scaling``: static; see ``quantize``.
+    """
+
+    data: Any
+    scale_inv: Any
+    format: Format = field(default=E4M3, metadata={"static": True})
+    scaling: str = field(default="tensor", metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent in elements."""
+        return tuple(self.data.shape)
+
+    def dequantize(self, dtype: Any = jnp.float32) -> Any:
+        """See ``dequantize``."""
+        return dequantize(self, dtype)
+
+
+def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "tensor", rounding: str = "nearest", saturate: bool = True,
+             key: Any = None) -> ScaledTensor:
+    """``encode(x * scale)`` as a ScaledTensor; the same codes and scales as ``fp8kit.quantize``.
+
+    * ``x``: float32, bfloat16 or float16 (..., N). ``format``: one that JAX has a dtype for: E4M3, E5M2, E8M0.
+    * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for blocks.
+    * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32". ``rounding``: "nearest", or "stochastic" with ``key``.
+    * ``saturate``: beyond the largest finite value, and Inf, become it.
+
+    No gradient: wrap it for a straight-through estimate. Raises FormatError or ShapeError.
+    """
+    x = jnp.asarray(x)
+    native = _native("quantize", format)
+    if rounding not in ("nearest", "stochastic") or (rounding == "stochastic") != (key is not None):
+        raise FormatError(expected("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key'))
+    rows, columns = _matrix(x.shape)
+    tile, grid = _tiling("quantize", scaling, rows, columns)
+    blocks = scaling not in ("tensor", "row")
+    for_inf = min(primitive.meta_of(x).dtype.max, formats.float32.max) if scaling.startswith("block") else formats.float32.max
+    spec = operations.QuantizeSpec(format, tile, bool(saturate), blocks, for_inf, scale is not None, rounding == "stochastic")
+    given = {} if scale is None else {"scale": jnp.asarray(scale, jnp.float32).reshape(-1)}
+    inputs = {"x": x, **given, **(rng_inputs(key) if key is not None else {})}
+    out = apply(operations.quantize, spec, inputs, pairs=("rng",))
+    return ScaledTensor(jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling)
+
+
+def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
+    """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16)."""
+    kind = formats.dtype(jnp.dtype(dtype))
+    if kind not in formats.HIGH_PRECISION:
+        raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
+    tile, _ = _tiling("dequantize", q.scaling, *_matrix(q.shape))
+    inputs = {"q": _codes(q), "scale_inv": q.scale_inv.reshape(-1)}
+    return apply(operations.dequantize, operations.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
+
+
+def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumulate: bool = False) -> Any:
+    """a b^T on the tensor cores: (..., K) and (N, K) give h (..., N), accumulated in float32.
+
+    Both scaled by the tensor, both by rows, or both by blocks of 128 along K (not both 128x128). E4M3 and E5M2, not both E5M2.
+    ``fast_accumulate``: in the tensor cores' own width, not for blocks. Sizes are padded to multiples of 16 here.
+    """
+    kind = formats.dtype(jnp.dtype(dtype))
+    if len(b.shape) != 2 or not a.shape or a.shape[-1] != b.shape[1]:
+        raise ShapeError(expected("gemm", "shapes", f"{a.shape}, {b.shape}", "(..., K), (N, K)"))
+    if {a.format, b.format} - {E4M3, E5M2} or a.format == b.format == E5M2:
+        raise FormatError(expected("gemm", "formats", f"{a.format}, {b.format}", "E4M3 and E5M2, not both E5M2"))
+    pair = (a.scaling, b.scaling)
+    by_blocks = all(s.startswith("block_") for s in pair) and pair != ("block_128x128",) * 2
+    if not by_blocks and pair not in (("tensor",) * 2, ("row",) * 2):
+        raise FormatError(expected("gemm", "scaling", pair, "tensor, row or blocks for both, not 128x128 for both"))
+    if by_blocks and fast_accumulate:
+        raise FormatError(expected("gemm", "fast_accumulate", True, "False for blocks"))
+    rows, columns = _matrix(a.shape)[0], b.shape[0]
+    tiles = (TILES[a.scaling], TILES[b.scaling]) if by_blocks else None
+    inputs: dict[str, Any] = {}
+    for name, operand in (("a", a), ("b", b)):
+        codes, scale = _codes(operand).reshape(-1, a.shape[-1]), operand.scale_inv
+        if tiles is None:
+            padded = tuple(-(-n // 16) * 16 for n in codes.shape)
+            inputs[f"{name}_scale_inv"] = scale if operand.scaling == "tensor" else _padded(scale.reshape(-1), padded[:1], 1.0)
+        else:
+            padded, grid = block_shapes(*codes.shape, TILES[operand.scaling])
+            inputs[f"{name}_scale_inv"] = _padded(scale.T if operand.scaling == "block_1x128" else scale, grid, 1.0)
+        inputs[name] = _padded(codes, padded, 0)
+    spec = operations.Fp8GemmSpec(rows, columns, kind.name, a.format, b.format, tiles, bool(fast_accumulate))
+    return apply(operations.fp8_gemm, spec, inputs)["out"].reshape(*a.shape[:-1], columns)
+
+
+def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:
+    return jnp.pad(array, [(0, n - m) for n, m in zip(shape, array.shape, strict=True)], constant_values=value)
+
+
+def _codes(q: ScaledTensor) -> Any:
+    return jax.lax.bitcast_convert_type(q.data, jnp.uint8)
+
+
+def _native(operation: str, format: Format) -> Any:
+    kind = formats.dtype_of_format(format) if isinstance(format, Format) else None
+    if kind is None or kind.dlpack[1] != 8:
+        raise FormatError(expected(operation, "format", str(format), "E4M3, E5M2 or E8M0"))
+    return kind.numpy
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def _tiling(operation: str, scaling: str, rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Tile of a matrix, and the shape of its scales."""
+    if scaling not in TILES:
+        raise FormatError(expected(operation, "scaling", repr(scaling), f"one of {', '.join(TILES)}"))
+    tile = tuple(own or max(whole, 1) for own, whole in zip(TILES[scaling], (rows, columns), strict=True))
+    if scaling == "tensor":
+        return (tile[0], tile[1]), (1,)
+    return (tile[0], tile[1]), (-(-rows // tile[0]), -(-columns // tile[1]))

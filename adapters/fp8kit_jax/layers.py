@@ -1,0 +1,168 @@
+"""``dense``, ``layernorm_dense``, ``layernorm_mlp``: layers with weights as pure functions.
+
+Kernels are (in, out), as in Flax, or, on request, (out, in), as in PyTorch and ``fp8kit.nn``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.ops.linear import LinearSpec, linear
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
+from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
+from fp8kit.ops.product import ProductSpec
+from fp8kit_jax import manual
+from fp8kit_jax.activations import activation, activation_name
+from fp8kit_jax.quantizers import QuantizerSet, fp8_of, scaling_of, settle
+from fp8kit_jax.rules import apply
+
+NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+Dims = tuple[Sequence[int], Sequence[int]]
+
+
+def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None) -> Any:
+    """y = x kernel + bias.
+
+    * ``x``: h (..., K); ``kernel``: h (K, N), x's dtype; ``bias``: h (N,) or None. h is float32, bfloat16 or float16.
+    * ``contracting_dims``: which dimensions of x and of kernel are summed over, several each if need be; those that are left come out in
+      order, x's first. The last of x, with the first of kernel or the second of a matrix (N, K), cost no transposition.
+    * ``quantizer_set``: how to quantise; None is as the autocast in force says. Its gradient is the set after the step.
+
+    Returns h (..., N). Raises ShapeError, FormatError or RecipeError when it is traced.
+    """
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
+    found = settle("dense", quantizer_set)
+    outputs = shape[matrix.ndim - 1 :]
+    spec = LinearSpec(_product(weight, layout, found, bias is not None))
+    flat = None if bias is None else _flat("dense", "bias", bias, outputs)
+    inputs = {"x": matrix, "weight0": weight, "bias0": flat}
+    return apply(linear, spec, inputs, found.slots(""), scaling_of(found))["y"].reshape(shape)
+
+
+def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None, norm_type: str = "layernorm",
+                    zero_centered_gamma: bool = False, epsilon: float = 1e-6, quantizer_set: QuantizerSet | None = None,
+                    return_layernorm_output: bool = False, kernel_layout: str = "io") -> Any:
+    """y = norm(x) kernel + bias, in one operation.
+
+    * ``x``: h (..., K); ``gamma``, ``beta``: h (K,), beta None with "rmsnorm"; ``kernel``: h (K, N) or (K, ...), further dimensions come
+      out; ``bias``: h of kernel's shape without K, or None. ``norm_type``: "layernorm" or "rmsnorm".
+    * ``kernel_layout``: "io", or "oi": kernel is (N, K), as PyTorch has it.
+    * ``quantizer_set``: see ``dense``.
+
+    Returns y, with ``return_layernorm_output`` (y, norm(x)).
+    """
+    op = "layernorm_dense"
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    found = settle(op, quantizer_set)
+    _layout(op, kernel_layout)
+    io = kernel_layout == "io"
+    outputs = kernel.shape[1:] if io else kernel.shape[:-1]
+    weight = kernel.reshape(kernel.shape[0], -1) if io else kernel.reshape(-1, kernel.shape[-1])
+    product = _product(weight, kernel_layout, found, bias is not None)
+    spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, return_norm=return_layernorm_output)
+    flat = None if bias is None else _flat(op, "bias", bias, outputs)
+    inputs = {"x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "weight0": weight, "bias0": flat}
+    out = apply(norm_linear, spec, inputs, found.slots(""), scaling_of(found))
+    y = out["y"].reshape(*x.shape[:-1], *outputs)
+    return (y, out["normed"]) if return_layernorm_output else y
+
+
+def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases: Sequence[Any] = (None, None), norm_type: str = "layernorm",
+                  zero_centered_gamma: bool = False, epsilon: float = 1e-6, activation_type: Sequence[str] = ("gelu",),
+                  quantizer_sets: Sequence[QuantizerSet | None] = (None, None), return_layernorm_output: bool = False,
+                  kernel_layout: str = "io") -> Any:
+    """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
+
+    * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
+    * ``activation_type``: ("gelu",), ("relu",), ("silu",), or ("silu", "linear"): the product of the two, SwiGLU.
+    * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
+    * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
+    """
+    op = "layernorm_mlp"
+    x, (k1, k2), (b1, b2) = jnp.asarray(x), map(jnp.asarray, kernels), biases
+    act = activation_name(op, activation_type)
+    if (b1 is None) != (b2 is None):
+        raise ShapeError(expected(op, "biases", "one", "two or none"))
+    _layout(op, kernel_layout)
+    io, parts = kernel_layout == "io", len(activation_type)
+    if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
+        wanted = f"(hidden, {parts}, intermediate)" if io else f"({parts}, intermediate, hidden)"
+        raise ShapeError(expected(op, "kernels[0]", f"shape {k1.shape}", wanted))
+    first, second = (settle(op, one) for one in quantizer_sets)
+    if first.recipe != second.recipe:
+        raise FormatError(expected(op, "quantizer_sets", "two recipes", "the same recipe for both"))
+    if first.recipe is not None and first.recipe.float8_current_scaling() and manual.axes():
+        # devices share the amax of what lies between the products, so that these are operations of their own
+        options = (norm_type, zero_centered_gamma, epsilon, first, return_layernorm_output, kernel_layout)
+        inner = layernorm_dense(x, k1, gamma, beta, b1, *options)
+        hidden, *normed = inner if return_layernorm_output else (inner,)
+        y = dense(activation(hidden, activation_type), k2, b2, ((-1,), (0 if io else 1,)), second)
+        return (y, *normed) if normed else y
+    w1 = k1.reshape(k1.shape[0], -1) if io else k1.reshape(-1, k1.shape[-1])
+    fc1 = _product(w1, kernel_layout, first, b1 is not None, "fc1_")
+    fc2 = _product(k2, kernel_layout, second, b2 is not None, "fc2_")
+    spec = NormMLPSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), fc1, fc2, act, return_norm=return_layernorm_output)
+    inputs = {
+        "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": w1, "fc2_weight0": k2, "fc2_bias0": b2,
+        "fc1_bias0": None if b1 is None else _flat(op, "biases[0]", b1, (fc1.out_features,)),
+    }  # fmt: skip
+    out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first))
+    return (out["y"], out["normed"]) if return_layernorm_output else out["y"]
+
+
+def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:
+    """The spec of a norm over x's last dimension."""
+    if norm_type not in NORMS:
+        raise FormatError(expected(operation, "norm_type", repr(norm_type), " or ".join(NORMS)))
+    if x.ndim < 1:
+        raise ShapeError(expected(operation, "x", "a scalar", "shape (..., features)"))
+    return NormSpec(x.shape[-1], NORMS[norm_type], float(epsilon), bool(zero_centered_gamma))
+
+
+def _beta(operation: str, norm_type: str, beta: Any) -> Any:
+    if norm_type == "rmsnorm" and beta is not None:
+        raise ShapeError(expected(operation, "beta", "an array", "None with rmsnorm"))
+    return beta
+
+
+def _layout(operation: str, layout: str) -> None:
+    if layout not in ("io", "oi"):
+        raise FormatError(expected(operation, "kernel_layout", repr(layout), '"io" or "oi"'))
+
+
+def _product(weight: Any, layout: str, found: QuantizerSet, bias: bool, prefix: str = "") -> ProductSpec:
+    if weight.ndim != 2:
+        raise ShapeError(expected("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions"))
+    k, n = weight.shape if layout == "io" else weight.shape[::-1]
+    return ProductSpec(k, (n,), layout, "add" if bias else "none", fp8_of(found), prefix=prefix)
+
+
+def _flat(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
+    bias = jnp.asarray(bias)
+    if bias.size != math.prod(shape):
+        raise ShapeError(expected(operation, name, f"shape {bias.shape}", f"shape {shape}"))
+    return bias.reshape(-1)
+
+
+def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any, tuple[int, ...], str]:
+    """x (..., K), kernel (K, N) or (N, K), the shape of the product, and the kernel's layout."""
+    try:
+        xs, ks = ([range(array.ndim)[d] for d in own] for array, own in zip((x, kernel), dims, strict=True))
+    except IndexError:
+        raise ShapeError(expected(operation, "contracting_dims", dims, f"dimensions of x {x.shape} and kernel {kernel.shape}")) from None
+    if [x.shape[d] for d in xs] != [kernel.shape[d] for d in ks] or len(set(xs)) != len(xs) or not xs:
+        got = f"kernel shape {kernel.shape} over {tuple(ks)}"
+        raise ShapeError(expected(operation, "kernel", got, f"the sizes of x {x.shape} over {tuple(xs)}"))
+    rows, columns = ([d for d in range(a.ndim) if d not in own] for a, own in ((x, xs), (kernel, ks)))
+    leading, trailing = tuple(x.shape[d] for d in rows), tuple(kernel.shape[d] for d in columns)
+    size = math.prod(x.shape[d] for d in xs)
+    matrix = jnp.transpose(x, (*rows, *xs)).reshape(*leading, size)
+    if kernel.ndim == 2 and ks == [1]:
+        return matrix, kernel, (*leading, *trailing), "oi"
+    return matrix, jnp.transpose(kernel, (*ks, *columns)).reshape(size, -1), (*leading, *trailing), "io"

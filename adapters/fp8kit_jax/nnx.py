@@ -1,0 +1,162 @@
+"""Flax NNX modules with Transformer Engine's names. FP8 state lies in variables of type ``Fp8Meta``, beside the ``nnx.Param``s.
+
+A step takes gradients with respect to both, and hands the state's on ::
+
+    wrt = nnx.DiffState(0, (nnx.Param, Fp8Meta))
+    loss, grads = nnx.value_and_grad(loss_fn, argnums=wrt)(model, x)
+    update_fp8(model, grads)                                             # the "gradient" of the state is the next state
+    optimizer.update(model, grads.filter(nnx.Param))
+
+Modules are made under ``autocast`` with the recipe that they are to run with: it decides which variables there are. Needs Flax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from fp8kit.recipe import DelayedScaling
+from fp8kit_jax import layers, small
+from fp8kit_jax.attention import dot_product_attention
+from fp8kit_jax.quantizers import QuantizerSet
+from fp8kit_jax.scopes import recipe_in_force
+from fp8kit_jax.state import Slot
+
+
+class Fp8Meta(nnx.Variable):
+    """One array of a slot: its scale, or its amax history."""
+
+
+def update_fp8(module: nnx.Module, grads: Any) -> None:
+    """Put the next state, which came as the gradient of ``Fp8Meta`` variables, into the module."""
+    nnx.update(module, nnx.filter_state(grads, Fp8Meta))
+
+
+class _Quantizers(nnx.Module):
+    """The slots of one product, where the recipe in force keeps state."""
+
+    def __init__(self) -> None:
+        recipe = recipe_in_force()
+        self.stateful = isinstance(recipe, DelayedScaling)
+        if isinstance(recipe, DelayedScaling):
+            for name in ("x", "kernel", "grad"):
+                for field, value in Slot.fresh(recipe.amax_history_len)._asdict().items():
+                    setattr(self, f"{name}_{field}", Fp8Meta(value))
+
+    def __call__(self) -> QuantizerSet:
+        recipe = recipe_in_force()
+        if not isinstance(recipe, DelayedScaling) or not self.stateful:
+            return QuantizerSet(recipe=recipe)
+        slots = (Slot(getattr(self, f"{name}_scale")[...], getattr(self, f"{name}_amax_history")[...]) for name in ("x", "kernel", "grad"))
+        return QuantizerSet(*slots, recipe)
+
+
+def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, init: Any) -> nnx.Param:
+    init = init or nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, len(shape))))
+    return nnx.Param(init(rngs.params(), shape, dtype))
+
+
+class LayerNorm(nnx.Module):
+    """norm(x) over the last dimension, N features. Parameters ``scale`` and, of "layernorm", ``ln_bias`` (N,). x: h (..., N)."""
+
+    def __init__(self, num_features: int, *, epsilon: float = 1e-6, layernorm_type: str = "layernorm", zero_centered_gamma: bool = False,
+                 dtype: Any = jnp.float32) -> None:
+        self.options = (layernorm_type, zero_centered_gamma, epsilon)
+        self.scale = nnx.Param((jnp.zeros if zero_centered_gamma else jnp.ones)((num_features,), dtype))
+        self.ln_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if layernorm_type == "layernorm" else None
+
+    def parameters(self, dtype: Any) -> tuple[Any, Any]:
+        """(gamma, beta) in ``dtype``, beta None of "rmsnorm"."""
+        return self.scale[...].astype(dtype), None if self.ln_bias is None else self.ln_bias[...].astype(dtype)
+
+    def __call__(self, x: Any) -> Any:
+        """Normalise."""
+        return small.layernorm(x, *self.parameters(x.dtype), *self.options)
+
+
+class DenseGeneral(nnx.Module):
+    """y = x kernel + bias over the last dimension, in FP8 under ``autocast``. Parameters ``kernel`` (K, features...) and ``bias``."""
+
+    def __init__(self, in_features: int, features: int | Sequence[int], *, rngs: nnx.Rngs, use_bias: bool = True, kernel_init: Any = None,
+                 dtype: Any = jnp.float32) -> None:
+        shape = (features,) if isinstance(features, int) else tuple(features)
+        self.kernel = _kernel(rngs, (in_features, *shape), dtype, kernel_init)
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
+        self.quantizers = _Quantizers()
+
+    def __call__(self, x: Any) -> Any:
+        """``x``: h (..., K). Returns h (..., features)."""
+        bias = None if self.bias is None else self.bias[...].astype(x.dtype)
+        return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers())
+
+
+class LayerNormDenseGeneral(DenseGeneral):
+    """y = norm(x) kernel + bias in one operation; the norm is the child ``norm``."""
+
+    def __init__(self, in_features: int, features: int | Sequence[int], *, rngs: nnx.Rngs, use_bias: bool = False, kernel_init: Any = None,
+                 epsilon: float = 1e-6, layernorm_type: str = "layernorm", zero_centered_gamma: bool = False,
+                 dtype: Any = jnp.float32) -> None:
+        super().__init__(in_features, features, rngs=rngs, use_bias=use_bias, kernel_init=kernel_init, dtype=dtype)
+        self.norm = LayerNorm(in_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,
+                              dtype=dtype)
+
+    def __call__(self, x: Any) -> Any:
+        """``x``: h (..., K). Returns h (..., features)."""
+        bias = None if self.bias is None else self.bias[...].astype(x.dtype)
+        kernel = self.kernel[...].astype(x.dtype)
+        return layers.layernorm_dense(x, kernel, *self.norm.parameters(x.dtype), bias, *self.norm.options, self.quantizers())
+
+
+class LayerNormMLP(nnx.Module):
+    """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias in one operation, H features in and out, ``intermediate_dim`` F between.
+
+    Parameters ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), a = len(activations); child ``norm``.
+    """
+
+    def __init__(self, num_features: int, intermediate_dim: int, *, rngs: nnx.Rngs, activations: Sequence[str] = ("gelu",),
+                 use_bias: bool = False, kernel_init: Any = None, epsilon: float = 1e-6, layernorm_type: str = "layernorm",
+                 zero_centered_gamma: bool = False, dtype: Any = jnp.float32) -> None:
+        self.activations = tuple(activations)
+        self.norm = LayerNorm(num_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,
+                              dtype=dtype)
+        inner = (len(self.activations), intermediate_dim)
+        self.wi_kernel = _kernel(rngs, (num_features, *inner), dtype, kernel_init)
+        self.wo_kernel = _kernel(rngs, (intermediate_dim, num_features), dtype, kernel_init)
+        self.wi_bias = nnx.Param(jnp.zeros(inner, dtype)) if use_bias else None
+        self.wo_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if use_bias else None
+        self.quantizers_0, self.quantizers_1 = _Quantizers(), _Quantizers()
+
+    def __call__(self, x: Any) -> Any:
+        """``x``: h (..., H). Returns alike."""
+        kernels = (self.wi_kernel[...].astype(x.dtype), self.wo_kernel[...].astype(x.dtype))
+        biases = [None if b is None else b[...].astype(x.dtype) for b in (self.wi_bias, self.wo_bias)]
+        sets = self.quantizers_0(), self.quantizers_1()
+        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *self.norm.options, self.activations, sets)
+
+
+class TransformerLayer(nnx.Module):
+    """x + attention(norm(x)), then + mlp(norm(x)), no dropout: ``qkv`` and ``mlp`` hold the norms, ``out`` the output projection.
+
+    ``hidden_size`` H, a multiple of ``num_attention_heads``; ``attn_mask_type`` as ``dot_product_attention``. x: h (b, s, H).
+    """
+
+    def __init__(self, hidden_size: int, mlp_hidden_size: int, num_attention_heads: int, *, rngs: nnx.Rngs, use_bias: bool = False,
+                 attn_mask_type: str = "causal", mlp_activations: Sequence[str] = ("gelu",), layernorm_type: str = "layernorm",
+                 dtype: Any = jnp.float32) -> None:
+        shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
+        self.heads, self.attn_mask_type = num_attention_heads, attn_mask_type
+        self.qkv = LayerNormDenseGeneral(hidden_size, (3, hidden_size), layernorm_type=layernorm_type, **shared)
+        self.out = DenseGeneral(hidden_size, hidden_size, **shared)
+        self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, activations=mlp_activations, layernorm_type=layernorm_type, **shared)
+
+    def __call__(self, x: Any) -> Any:
+        """Returns h like x."""
+        qkv = self.qkv(x).reshape(*x.shape[:-1], 3, self.heads, x.shape[-1] // self.heads)
+        q, k, v = (qkv[..., i, :, :] for i in range(3))
+        o = dot_product_attention(q, k, v, attn_mask_type=self.attn_mask_type)
+        x = x + self.out(o.reshape(*x.shape[:-1], math.prod(o.shape[-2:])))
+        return x + self.mlp(x)

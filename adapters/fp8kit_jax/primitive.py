@@ -1,0 +1,171 @@
+"""The JAX primitive behind every operation: its shapes, its lowering to the custom call, its batching.
+
+``run(program, arrays)`` binds it. Its results are the program's; the scratch is a further result of the custom call alone, sized when the
+program is lowered, for the platform it is lowered to, and XLA takes the memory back at once.
+
+vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing is kept for
+backward), the batch becomes further rows of one call. Everywhere else the elements run one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from fp8kit import formats
+from fp8kit.arrays import CPU, Device
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.spec import Meta
+from fp8kit_jax import calls, manual, sharding
+from fp8kit_jax.program import Program, prepare
+
+call_p = Primitive("fp8kit_call")
+part_p = Primitive("fp8kit_part")  # the same, on one device for certain
+call_p.multiple_results = part_p.multiple_results = True
+DEVICES = {"cpu": CPU, "cuda": Device("cuda")}
+
+
+def run(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
+    """The program on arrays in the order of its ``arguments``; its results by name. Traceable, not differentiable."""
+    results = bind(*arrays, program=program)
+    return {name: result for (name, _), result in zip(program.results, results, strict=True)}
+
+
+def bind(*arrays: Any, program: Program) -> list[Any]:
+    """The primitive for a program. Where XLA may have several devices to itself, it holds the program's form that can be split: JAX must
+    see it when it traces."""
+    alone = not _several() or jax.sharding.get_abstract_mesh().manual_axes
+    return call_p.bind(*arrays, program=program, split=None if alone else _split(program))
+
+
+@functools.cache
+def _several() -> bool:
+    """Whether any kind of device is there more than once."""
+    counts = []
+    for platform in calls.PLATFORMS:
+        with contextlib.suppress(RuntimeError):  # no such device here
+            counts.append(jax.device_count(platform))
+    return max(counts, default=1) > 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _split(program: Program) -> Any:
+    shapes = [jax.ShapeDtypeStruct(*wire(meta)) for _, meta in program.arguments]
+    return jax.make_jaxpr(sharding.partitioned(program, part_p.bind))(*shapes)
+
+
+# --- shapes and dtypes ------------------------------------------------------------------------------------------------
+
+
+def meta_of(array: Any) -> Meta:
+    """Shape and dtype of a JAX array or tracer; FormatError for a dtype that fp8kit does not have."""
+    return Meta(tuple(array.shape), formats.dtype(np.dtype(array.dtype)))
+
+
+def wire(meta: Meta) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array as JAX holds it: int64 as pairs of uint32, low word first, since JAX has 64 bits only on request."""
+    if meta.dtype is formats.int64 and not jax.config.jax_enable_x64:
+        return (*meta.shape[:-1], 2 * meta.shape[-1]), np.dtype(np.uint32)
+    return meta.shape, meta.dtype.numpy
+
+
+def _like(aval: Any, meta: Meta) -> Any:
+    """An abstract array of ``meta`` on the same mesh and varying over the same manual axes as ``aval``."""
+    shape, dtype = wire(meta)
+    sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+@call_p.def_abstract_eval
+def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
+    for (name, meta), aval in zip(program.arguments, avals, strict=True):
+        shape, dtype = wire(meta)
+        if tuple(aval.shape) != shape:
+            raise ShapeError(expected(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}"))
+        if aval.dtype != dtype:
+            raise FormatError(expected(program.operation, name, aval.dtype.name, dtype.name))
+    widest = max(avals, key=lambda aval: len(manual.varying(aval)))  # what is the same on all devices joins what is not
+    return [_like(widest, meta) for _, meta in program.results]
+
+
+part_p.def_abstract_eval(_abstract)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(program: Program) -> Callable[..., Any]:
+    return jax.jit(functools.partial(bind, program=program))
+
+
+@call_p.def_impl
+def _eager(*arrays: Any, program: Program, split: Any) -> Any:
+    return _compiled(program)(*arrays)
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+
+def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
+    temporaries = program.scratch(program.plan(DEVICES[platform]))
+    avals = [jax.core.ShapedArray(meta.shape, meta.dtype.numpy) for _, meta in temporaries]
+    inner = ctx.replace(avals_out=[*ctx.avals_out, *avals])
+    found = jax.ffi.ffi_lowering(calls.TARGET)(inner, *operands, **calls.attributes(program.text(temporaries)))
+    return found[: len(ctx.avals_out)]
+
+
+def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> Any:
+    """Split over devices where XLA has several to itself; in a shard_map, and on one device, as it is."""
+    several = getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
+    run = jaxpr_as_fun(split) if several and split is not None else functools.partial(part_p.bind, program=program)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+calls.serve(prepare)
+mlir.register_lowering(call_p, _lower_anywhere)
+for _platform in DEVICES:
+    mlir.register_lowering(part_p, functools.partial(_lower, platform=_platform), platform=_platform)
+
+
+# --- vmap -------------------------------------------------------------------------------------------------------------
+
+
+def _rows_apart(program: Program) -> bool:
+    """Whether every row of x gives its row of the results by itself."""
+    if program.face != "forward" or program.signature.saved:
+        return False
+    spec = program.spec
+    if program.operation not in ("linear", "norm", "norm_linear", "norm_mlp", "activation"):
+        return False
+    products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
+    return all(product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products)
+
+
+def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:
+    moved = [a if dim is None else _front(a, dim) for a, dim in zip(arrays, dims, strict=True)]
+    names = [name for name, _ in program.arguments]
+    if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == ["x"] and _rows_apart(program):
+        size = moved[names.index("x")].shape[0]
+        metas = tuple((name, meta._replace(shape=(size, *meta.shape)) if name == "x" else meta) for name, meta in program.metas)
+        wide = replace(program, metas=metas)
+        return bind(*moved, program=wide), [0] * len(wide.results)
+
+    def one(parts: list[Any]) -> list[Any]:
+        given = iter(parts)
+        return bind(*(a if dim is None else next(given) for a, dim in zip(moved, dims, strict=True)), program=program)
+
+    mapped = [a for a, dim in zip(moved, dims, strict=True) if dim is not None]
+    return jax.lax.map(one, mapped), [0] * len(program.results)
+
+
+def _front(array: Any, dim: int) -> Any:
+    return array if dim == 0 else jax.numpy.moveaxis(array, dim, 0)
+
+
+batching.primitive_batchers[call_p] = _batch

@@ -1,0 +1,71 @@
+"""``QuantizerSet``: how one matrix product of a layer is quantised, and with delayed scaling the state of its three operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from fp8kit.errors import RecipeError, expected
+from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit_jax.scopes import recipe_in_force
+from fp8kit_jax.state import Scaling, Slot
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizerSet:
+    """A pytree. ``x``, ``kernel``, ``grad``: slots of the input, the weight and the output gradient with delayed scaling, else None;
+    ``recipe``: static, None for high precision. The cotangent of a set is the set after the step."""
+
+    x: Slot | None = None
+    kernel: Slot | None = None
+    grad: Slot | None = None
+    recipe: Recipe | None = field(default=None, metadata={"static": True})
+
+    def slots(self, prefix: str) -> dict[str, Slot]:
+        """The slots by their name in an operation."""
+        found = {f"{prefix}x": self.x, f"{prefix}w": self.kernel, f"{prefix}g": self.grad}
+        return {name: slot for name, slot in found.items() if slot is not None}
+
+
+noop_quantizer_set = QuantizerSet()
+
+
+def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
+    """A fresh QuantizerSet, or a tuple of them for ``n_quantizer_sets`` > 1 (a layer with several products).
+
+    ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's history length.
+    """
+    recipe = recipe_in_force() if recipe is None else recipe
+
+    def one() -> QuantizerSet:
+        if not isinstance(recipe, DelayedScaling):
+            return QuantizerSet(recipe=recipe)
+        x, kernel, grad = (Slot.fresh(recipe.amax_history_len) for _ in range(3))
+        return QuantizerSet(x, kernel, grad, recipe)
+
+    return one() if n_quantizer_sets == 1 else tuple(one() for _ in range(n_quantizer_sets))
+
+
+def settle(operation: str, given: QuantizerSet | None) -> QuantizerSet:
+    """The set to use: ``given``, or by the autocast in force. RecipeError where delayed scaling lacks its state."""
+    found = QuantizerSet(recipe=recipe_in_force()) if given is None else given
+    if not isinstance(found, QuantizerSet):
+        raise RecipeError(expected(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None"))
+    if isinstance(found.recipe, DelayedScaling) and None in (found.x, found.kernel, found.grad):
+        wanted = "a QuantizerSet with its slots (create_set), for delayed scaling has state"
+        raise RecipeError(expected(operation, "quantizer_set", "no slots", wanted))
+    return found
+
+
+def scaling_of(found: QuantizerSet) -> Scaling | None:
+    """The rule of the set's state, None where it has none."""
+    return Scaling.of(found.recipe) if isinstance(found.recipe, DelayedScaling) else None
+
+
+def fp8_of(found: QuantizerSet) -> Fp8 | None:
+    """What the set means for a product, None for high precision."""
+    return None if found.recipe is None else fp8_from_recipe(found.recipe)

@@ -1,0 +1,156 @@
+"""The factory: an ``Operation`` as a differentiable JAX function, its gradient rule the operation's own ``backward``.
+
+``apply`` is what every function of the door is made of. FP8 state with delayed scaling comes in as a value, one ``Slot`` a quantised
+tensor, and its *cotangent is its new value* (Transformer Engine's convention for JAX): the amaxes of the forward pass and of the gradients
+meet in the rule, which updates all slots at once. JAX sums cotangents over the devices of a shard_map and over the elements of a vmap;
+``state`` says how the new value survives that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from fp8kit.backends.policy import get_policy
+from fp8kit.errors import AutogradError, FormatError, expected
+from fp8kit.formats import int64
+from fp8kit.spec import Meta, Operation
+from fp8kit_jax import manual, primitive
+from fp8kit_jax.program import Program
+from fp8kit_jax.rules_amax import amax_of, scaled_now, with_amaxes
+from fp8kit_jax.state import Scaling, State, next_state
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Static:
+    """What does not change from call to call of one traced function."""
+
+    operation: str
+    spec: Any
+    pairs: tuple[str, ...]  # inputs that come as pairs of words
+    scaling: Scaling | None  # delayed scaling's rule, None where there is no state
+    axes: tuple[str, ...]  # manual mesh axes over which amaxes are reduced
+
+
+class _Kept(NamedTuple):
+    """Residuals. ``how`` is static."""
+
+    how: Any
+    arrays: Arrays
+    state: Any
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _How:
+    program: Program
+    inputs: tuple[str, ...]  # names of what is differentiated
+
+
+def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: State | None = None, scaling: Scaling | None = None,
+          pairs: tuple[str, ...] = ()) -> Arrays:
+    """Run an operation; its outputs by name, amaxes left out.
+
+    * ``inputs``: JAX arrays by name, None or left out where absent. Integers and states are not differentiated.
+    * ``state``: slots by prefix and operand (``{"x": Slot, "w": Slot, "g": Slot}``, prefixed in operations of several products), with
+      ``scaling``, the rule that updates them.
+    * ``pairs``: inputs that are int64 to the operation and come as uint32 pairs (``rng``).
+
+    Raises what ``infer`` raises, when it is traced.
+    """
+    given = {name: jnp.asarray(value) for name, value in inputs.items() if value is not None}
+    axes = manual.axes()
+    given, state = manual.alike((given, state or {}))
+    static = _Static(operation.name, spec, pairs, scaling, axes)
+    return _run(static, given, state)
+
+
+def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta], ...]:
+    out = []
+    for name, value in inputs.items():
+        try:
+            meta = primitive.meta_of(value)
+        except FormatError:
+            raise FormatError(expected(static.operation, name, value.dtype, "a dtype of fp8kit")) from None
+        if name in static.pairs and meta.dtype.name == "uint32":
+            meta = Meta((*meta.shape[:-1], meta.shape[-1] // 2), int64)
+        out.append((name, meta))
+    return tuple(out)
+
+
+def _forward(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays, Arrays]:
+    """The forward program, its inputs, and its results, passes included."""
+    scales = {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
+    given, spec = inputs | scales, static.spec
+    if static.axes and scaled_now(spec):
+        measure = Program("measure", static.operation, spec, _metas(static, given), (), policy=get_policy())
+        amaxes = primitive.run(measure, list(given.values()))
+        given |= {f"{name}_in": jax.lax.pmax(amax, static.axes) for name, amax in amaxes.items()}
+        spec = with_amaxes(spec)
+    program = Program("forward", static.operation, spec, _metas(static, given), needs, policy=get_policy())
+    results = primitive.run(program, list(given.values()))
+    return program, given, results | {name: given[source] for name, source in program.signature.passes.items()}
+
+
+def _outputs(program: Program, results: Arrays) -> Arrays:
+    s = program.signature
+    return {name: results[name] for name in (*s.outputs, *s.passes) if name in s.passes or not s.outputs[name].zero}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(static: _Static, inputs: Arrays, state: State) -> Arrays:
+    program, _, results = _forward(static, inputs, state, ())
+    return _outputs(program, results)
+
+
+def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kept]:
+    values = {name: leaf.value for name, leaf in inputs.items()}
+    needs = tuple(name for name, leaf in inputs.items() if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating))
+    slots = jax.tree.map(lambda leaf: leaf.value, state, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+    program, given, results = _forward(static, values, slots, needs)
+    s = program.signature
+    for name in needs:
+        if name not in s.grads and name not in s.grad_passes:
+            raise AutogradError(f"{static.operation}: no gradient rule for its input {name!r}, which is differentiated")
+    kept = {name: given[name] if name in given else results[name] for name in s.kept if name in given or name in results}
+    saved = {name: results[name] for name in s.saved}
+    amaxes = {name: results[name] for name, meta in s.outputs.items() if meta.zero} if state else {}
+    return _outputs(program, results), _Kept(_How(program, tuple(inputs)), {"kept": kept, "saved": saved, "amax": amaxes}, slots)
+
+
+def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any]:
+    program, state, arrays = kept.how.program, kept.state, kept.arrays
+    s = program.signature
+    g = {name: None if isinstance(value, SymbolicZero) else value for name, value in cotangents.items()}
+    first = next(iter(g))
+    if g[first] is None:
+        g[first] = manual.zeros(cotangents[first].shape, cotangents[first].dtype, (arrays, state))
+    found: Arrays = {}
+    if s.grads:
+        late = {f"{key}_scale": slot.scale for key, slot in state.items() if key.endswith("g")}
+        if static.axes and scaled_now(static.spec) and "g_amax" in s.grads:
+            late["g_amax_in"] = jax.lax.pmax(amax_of(g["y"]), static.axes)
+        given = {name: value for name, value in g.items() if value is not None}
+        backward = replace(program, face="backward", late=tuple(late), cotangents=tuple(given))
+        groups = ((s.kept, arrays["kept"]), (late, late), (s.saved, arrays["saved"]), (given, given))  # a pytree forgets its order
+        found = primitive.run(backward, [group[name] for names, group in groups for name in names if name in group])
+    grads: Arrays = {}
+    for name in program.needs:
+        grads[name] = g[s.grad_passes[name]] if name in s.grad_passes else found[name]
+    inputs = {name: grads.get(name) for name in kept.how.inputs}
+    if not state:
+        return inputs, state
+    assert static.scaling is not None
+    amaxes = arrays["amax"] | {name: value for name, value in found.items() if name.endswith("_amax")}
+    return inputs, next_state(static.scaling, state, {name.removesuffix("_amax"): value for name, value in amaxes.items()}, static.axes)
+
+
+_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

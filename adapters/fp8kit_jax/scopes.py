@@ -1,0 +1,78 @@
+"""``autocast`` and ``MeshResource``: where FP8 is on, by which recipe, and which mesh axes mean what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fp8kit.autocast import autocast as scope
+from fp8kit.autocast import current
+from fp8kit.errors import RecipeError, expected
+from fp8kit.recipe import DelayedScaling, Recipe
+
+
+@dataclass(frozen=True)
+class MeshResource:
+    """Names of mesh axes by their use, None where there is none (Transformer Engine's MeshResource): data, tensor, tensor and sequence,
+    fully sharded data, pipeline, context and expert parallelism. Amaxes are reduced over all of them but the pipeline's."""
+
+    dp_resource: str | None = None
+    tp_resource: str | None = None
+    tpsp_resource: str | None = None
+    fsdp_resource: str | None = None
+    pp_resource: str | None = None
+    cp_resource: str | None = None
+    ep_resource: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, str):
+                raise RecipeError(expected("MeshResource", field.name, repr(value), "the name of a mesh axis or None"))
+
+
+class _Thread(threading.local):
+    resource = MeshResource()
+
+
+_thread = _Thread()
+
+
+def mesh_resource() -> MeshResource:
+    """The MeshResource of the innermost autocast that gave one."""
+    return _thread.resource
+
+
+def recipe_in_force() -> Recipe | None:
+    """The recipe of the innermost autocast where it is enabled, else None."""
+    state = current()
+    return state.recipe if state is not None and state.enabled else None
+
+
+@contextmanager
+def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None) -> Iterator[None]:
+    """Functions and modules that are *traced* within compute in FP8, in this thread.
+
+    * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is ``DelayedScaling()``.
+    * ``mesh_resource``: what the mesh axes mean; None is as the autocast around this one.
+
+    Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables, ``reduce_amax=False``.
+    Source: Transformer Engine's ``transformer_engine.jax.autocast``.
+    """
+    if isinstance(recipe, DelayedScaling):
+        if recipe.host_update:
+            raise RecipeError(expected("autocast", "recipe", "a recipe with callables", "amax_compute_algo 'max' or 'most_recent' in JAX"))
+        if not recipe.reduce_amax:
+            raise RecipeError(expected("autocast", "recipe", "reduce_amax=False", "reduce_amax=True in JAX"))
+    if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
+        raise RecipeError(expected("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None"))
+    before: Any = _thread.resource
+    with scope(enabled=enabled, recipe=recipe):
+        _thread.resource = before if mesh_resource is None else mesh_resource
+        try:
+            yield
+        finally:
+            _thread.resource = before

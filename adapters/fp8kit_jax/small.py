@@ -1,0 +1,118 @@
+"""Functions without weights or with vectors alone: norms, softmax, cross entropy, rotary embedding, residual dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
+from fp8kit.ops.dropout_add import DropoutAddSpec
+from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
+from fp8kit.ops.norm import norm
+from fp8kit.ops.rope import RopeSpec
+from fp8kit.ops.rope import rope as rope_operation
+from fp8kit_jax.layers import norm_spec
+from fp8kit_jax.rules import apply
+
+
+def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm", zero_centered_gamma: bool = False,
+              epsilon: float = 1e-6) -> Any:
+    """(x - mean) / sqrt(var + epsilon) * gamma + beta over the last dimension (Ba et al. 2016), or with "rmsnorm" ``rmsnorm``.
+
+    ``x``: h (..., N), float32, bfloat16 or float16; ``gamma``, ``beta``: h (N,), beta None with "rmsnorm". ``zero_centered_gamma``: the
+    factor is 1 + gamma. Returns h like x.
+    """
+    x = jnp.asarray(x)
+    if norm_type == "rmsnorm" and beta is not None:
+        raise ShapeError(expected("layernorm", "beta", "an array", "None with rmsnorm"))
+    spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma)
+    return apply(norm, spec, {"x": x, "norm_weight": gamma, "norm_bias": beta})["y"]
+
+
+def rmsnorm(x: Any, gamma: Any, zero_centered_gamma: bool = False, epsilon: float = 1e-6) -> Any:
+    """x / sqrt(mean(x^2) + epsilon) * gamma over the last dimension (Zhang & Sennrich 2019). Arguments as ``layernorm``."""
+    return layernorm(x, gamma, None, "rmsnorm", zero_centered_gamma, epsilon)
+
+
+def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
+    """softmax(scale_factor * logits) over the last dimension, in float32, rounded to logits' dtype; XLA's own fused code.
+
+    ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked out whole is 0.
+    """
+    logits = jnp.asarray(logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise FormatError(expected("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16"))
+    keep = None if mask is None else jnp.asarray(mask) == 0
+    scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
+    if keep is None:
+        return jax.nn.softmax(scores, -1).astype(logits.dtype)
+    seen = keep.any(-1, keepdims=True)
+    return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(logits.dtype)
+
+
+def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100) -> Any:
+    """Softmax cross entropy in nats, its gradient from the kept log-sum-exp.
+
+    * ``logits``: h (..., V); ``targets``: int32 (...,), ``ignore_index`` counts nothing. ``label_smoothing`` in [0, 1).
+    * ``reduction``: "mean" over the targets that are not ignored, float32 (), or "none", float32 like targets.
+    """
+    logits = jnp.asarray(logits)
+    if logits.ndim < 1:
+        raise ShapeError(expected("fused_cross_entropy", "logits", "a scalar", "shape (..., classes)"))
+    spec = CrossEntropySpec(logits.shape[-1], reduction, float(label_smoothing), int(ignore_index))
+    loss = apply(cross_entropy, spec, {"logits": logits, "targets": targets})["loss"]
+    return loss.reshape(()) if reduction == "mean" else loss
+
+
+def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None, qkv_format: str = "bshd",
+         interleaved: bool = False) -> Any:
+    """Rotary position embedding (Su et al., RoFormer, 2021).
+
+    ``x``: h (b, s, heads, d), (s, b, heads, d) with "sbhd", (t, heads, d) with "thd"; ``freqs``: float32 (positions, r), angles in radians,
+    r even and at most d (``rope_frequencies``); ``start_positions``: int32 (b,) or None; ``cu_seqlens``: int32 (b + 1,) with "thd".
+    ``interleaved``: pairs are neighbours, instead of the two halves. Returns h like x.
+    """
+    x = jnp.asarray(x)
+    if x.ndim < 3:
+        raise ShapeError(expected("rope", "x", f"shape {x.shape}", "(batch, sequence, heads, features), or (tokens, heads, features)"))
+    heads, dim = x.shape[-2:]
+    spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, bool(interleaved))
+    flat = x.reshape(*x.shape[:-2], heads * dim)
+    inputs = {"x": flat, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens}
+    return apply(rope_operation, spec, inputs)["y"].reshape(x.shape)
+
+
+def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:
+    """Angles for ``rope``, float32 (positions, dim): position * base^(-2 i / dim) for the i-th pair, in the order that ``rope`` takes."""
+    inverse = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
+    whole = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
+    return jnp.asarray(whole.astype(np.float32))
+
+
+def rng_words(key: Any) -> Any:
+    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset)."""
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
+    flat = data.reshape(-1)[:4].astype(jnp.uint32)
+    return jnp.concatenate([flat, jnp.zeros(4 - flat.shape[0], jnp.uint32)])
+
+
+def rng_inputs(key: Any) -> dict[str, Any]:
+    """The input ``rng`` for a key, as JAX's configuration holds int64."""
+    words = rng_words(key)
+    return {"rng": jax.lax.bitcast_convert_type(words.reshape(2, 2), jnp.int64) if jax.config.jax_enable_x64 else words}
+
+
+def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.0, key: Any = None) -> Any:
+    """residual + dropout(x + bias), in one pass. ``x``, ``residual``: h (..., N); ``bias``: h (N,); ``rate`` in [0, 1), with ``key``, a JAX
+    key, where it is not 0. Returns h like x."""
+    x = jnp.asarray(x)
+    if rate and key is None:
+        raise ShapeError(expected("dropout_add", "key", None, f"a JAX key with rate {rate}"))
+    spec = DropoutAddSpec(x.shape[-1], float(rate))
+    inputs = {"x": x, "residual": residual, "bias": bias} | (rng_inputs(key) if rate else {})
+    return apply(dropout_add_operation, spec, inputs, pairs=("rng",))["y"]

@@ -1,0 +1,131 @@
+"""Delayed scaling's state as values: ``Slot``s in a pytree, and the rule that makes the next one.
+
+A slot belongs to one quantised tensor of one layer. Its cotangent is its next value (see ``rules``). JAX sums cotangents:
+
+* over the devices of a shard_map, where the state is the same on all: amaxes are reduced by max over the manual axes, then every device
+  but the first gives zeros, so that the sum is the value;
+* over the elements of a vmap that share the state: likewise, amaxes are reduced by max over the batch, and all elements but the first give
+  zeros;
+* over the steps of a scan that *share* a state, or two calls with one state, JAX adds next values up: give each layer its own slots
+  (stacked, as the scanned inputs), as for its parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from fp8kit.recipe import DelayedScaling
+from fp8kit_jax import manual
+
+FP8_COLLECTION_NAME = "fp8_metas"  # of Flax variables; Transformer Engine's
+
+
+class Slot(NamedTuple):
+    """One quantised tensor's state: ``scale`` float32 (1,), ones at first; ``amax_history`` float32 (H,), zeros at first, row 0 free for
+    the amax since the last update, row 1 the oldest (Transformer Engine's order)."""
+
+    scale: Any
+    amax_history: Any
+
+    @classmethod
+    def fresh(cls, history_len: int) -> Slot:
+        """A slot before its first use."""
+        return cls(jnp.ones((1,), jnp.float32), jnp.zeros((history_len,), jnp.float32))
+
+
+State = Mapping[str, Slot]
+
+
+class Scaling(NamedTuple):
+    """The rule of an update, hashable: largest finite values of the forward and the backward format, and DelayedScaling's fields."""
+
+    max_forward: float
+    max_backward: float
+    margin: int
+    most_recent: bool
+
+    @classmethod
+    def of(cls, recipe: DelayedScaling) -> Scaling:
+        """The rule of a recipe."""
+        forward, backward = recipe.forward_format.max, recipe.backward_format.max
+        return cls(forward, backward, recipe.margin, recipe.amax_compute_algo == "most_recent")
+
+
+def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: bool) -> Slot:
+    """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s rule, in JAX.
+
+    Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max * 2**-margin / a where a is finite
+    and positive, FLT_MAX where that overflows; the history rolls by one and amax becomes its last row. XLA's CPU code takes a
+    subnormal amax for 0.
+    """
+    history = slot.amax_history.at[0].set(jnp.squeeze(amax, -1))
+    known = jnp.where(jnp.isnan(history), 0.0, history)
+    a = history[:1] if most_recent else jnp.max(known, keepdims=True)
+    usable = jnp.isfinite(a) & (a > 0)
+    new = jnp.minimum(jnp.float32(fp8_max * 2.0**-margin) / jnp.where(usable, a, 1.0), jnp.float32(np.finfo(np.float32).max))
+    rolled = jnp.roll(history, -1)
+    rolled = rolled.at[0].set(0.0)
+    if history.shape[0] > 1:
+        rolled = rolled.at[-1].set(history[0])
+    used = amax != 0
+    return Slot(jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, slot.amax_history.at[0].set(0.0)))
+
+
+def next_state(scaling: Scaling, state: State, amaxes: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Slot]:
+    """The next value of every slot; as a cotangent, see above. A slot without an amax keeps its value."""
+    made = {}
+    for key, slot in state.items():
+        amax = amaxes.get(key)
+        if amax is None:
+            amax = slot.scale * 0
+        fp8_max = scaling.max_backward if key.endswith("g") else scaling.max_forward
+        made[key] = _summable(fp8_max, scaling.margin, scaling.most_recent, axes)(slot, amax)
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _summable(fp8_max: float, margin: int, most_recent: bool, axes: tuple[str, ...]) -> Any:
+    """(slot, amax) -> next slot, whose sum over devices and batch elements that share the slot is the next slot."""
+
+    @custom_vmap
+    def step(slot: Slot, amax: Any) -> Slot:
+        if axes:
+            amax = jax.lax.pmax(amax, axes)
+        new = updated(slot, amax, fp8_max, margin, most_recent)
+        if axes:
+            own = manual.first(axes)
+            new = jax.tree.map(lambda leaf: jnp.where(own, leaf, jnp.zeros_like(leaf)), new)
+        return new
+
+    @step.def_vmap
+    def _(size: int, batched: Any, slot: Slot, amax: Any) -> tuple[Slot, Slot]:
+        slots, amaxes = batched
+        if any(slots):  # every element has a state of its own
+            slot = Slot(*(leaf if own else jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf, own in zip(slot, slots, strict=True)))
+            amax = amax if amaxes else jnp.broadcast_to(amax, (size, *amax.shape))
+            return Slot(*jax.lax.map(lambda pair: step(*pair), (slot, amax))), Slot(True, True)
+        new = step(slot, jnp.nanmax(amax, 0) if amaxes else amax)
+        alone = [jnp.zeros((size, *leaf.shape), leaf.dtype).at[0].set(leaf) for leaf in new]
+        return Slot(*alone), Slot(True, True)
+
+    return step
+
+
+def update_collections(new: Any, original: Any) -> Any:
+    """``original`` with the entries of ``new`` in their place: how FP8 state is carried from step to step.
+
+    Both are (nested) mappings, such as the gradients of Flax variables and the variables: what ``new`` lacks stays. Nothing is changed in
+    place; the kind of mapping is kept.
+    """
+    if not isinstance(original, Mapping) or not isinstance(new, Mapping):
+        return new
+    merged = {name: update_collections(new[name], value) if name in new else value for name, value in original.items()}
+    merged |= {name: value for name, value in new.items() if name not in original}
+    return merged if type(original) is dict else type(original)(merged)  # type: ignore[call-arg]

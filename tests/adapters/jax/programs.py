@@ -1,0 +1,68 @@
+"""Programs that a test runs in a process of their own: ``python -m tests.adapters.jax.programs NAME [FILE]``."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from fp8kit.recipe import DelayedScaling
+
+
+def example():
+    """A step of FP8 training as a pure function, and its arguments."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in ((32, 48), (48, 16)))
+    sets = fj.create_set(DelayedScaling(amax_history_len=4))
+
+    def step(w, sets, x):
+        return jax.value_and_grad(lambda w, sets: (fj.dense(x, w, quantizer_set=sets) ** 2).sum(), (0, 1))(w, sets)
+
+    return step, (w, sets, x)
+
+
+def digest(tree):
+    """The sum of every leaf, as text: the same bits give the same text."""
+    return " ".join(float(leaf.astype(jnp.float32).sum()).hex() for leaf in jax.tree.leaves(tree))
+
+
+def run(path):
+    """The example, compiled; with JAX_COMPILATION_CACHE_DIR set, from the cache of an earlier process."""
+    step, args = example()
+    print(digest(jax.jit(step)(*args)))
+
+
+def save(path):
+    """Write the example as a compiled program."""
+    step, args = example()
+    flat, form = jax.tree.flatten(args)
+    compiled = jax.jit(lambda *flat: jax.tree.leaves(step(*jax.tree.unflatten(form, flat)))).lower(*flat).compile()
+    Path(path).write_bytes(pickle.dumps(serialize(compiled)))
+    print(digest(step(*args)))
+
+
+def load(path):
+    """Run a compiled program that this process has never traced."""
+    _, args = example()
+    print(digest(deserialize_and_load(*pickle.loads(Path(path).read_bytes()))(*jax.tree.leaves(args))))
+
+
+def leave(path):
+    """End while calls are in flight on all devices."""
+    x, w = jnp.ones((256, 512)), jnp.ones((512, 512))
+    step = jax.jit(lambda x, w: fj.dense(jnp.tanh(fj.dense(x, w) / 512), w))
+    placed = [(jax.device_put(x, device), jax.device_put(w, device)) for device in jax.devices()]
+    for _ in range(4):
+        for pair in placed:
+            step(*pair)
+    print("left")
+
+
+if __name__ == "__main__":
+    {f.__name__: f for f in (run, save, load, leave)}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")

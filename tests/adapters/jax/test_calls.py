@@ -1,0 +1,118 @@
+"""The custom call itself: IEEE arithmetic, errors, threads, compilation ahead of time, the persistent cache, export, a clean end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8kit import formats
+from fp8kit.errors import BackendError, expected
+from fp8kit.spec import Meta, Operation, Plan, Signature
+from tests.adapters.jax import programs
+
+
+def child(*args, **environment):
+    """What a program printed, in a process of its own."""
+    fixed = {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | fixed | environment
+    command = [sys.executable, "-m", "tests.adapters.jax.programs", *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class PlusSpec:
+    amount: float
+
+
+class Plus(Operation):
+    """y = x + amount; refuses amounts below 0 when it runs."""
+
+    name = "test_plus"
+
+    def infer(self, spec, metas, needs):
+        return Signature({"y": Meta(metas["x"].shape, formats.float32)})
+
+    def plan(self, spec, metas, needs, kernels):
+        return Plan(spec, self.infer(spec, metas, needs), kernels)
+
+    def forward(self, plan, inputs, outputs, saved, scratch, stream):
+        if plan.spec.amount < 0:
+            raise BackendError(expected("test_plus", "amount", plan.spec.amount, "a number >= 0"))
+        outputs["y"].numpy()[...] = inputs["x"].numpy() * np.float32(0.5) + np.float32(plan.spec.amount)
+
+
+fj.register_operation(plus := Plus(), PlusSpec)
+
+
+def test_a_users_operation_runs_and_subnormals_are_kept():
+    tiny = jnp.full((4,), 2e-38, jnp.float32)
+    got = jax.jit(lambda x: fj.apply(plus, PlusSpec(0.0), {"x": x})["y"])(tiny)
+    np.testing.assert_array_equal(np.asarray(got), np.full(4, np.float32(2e-38) * np.float32(0.5)))
+    assert np.asarray(got)[0] > 0
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: x * 0.5)(tiny)), 0)  # XLA's own threads flush still
+
+
+def test_an_error_in_a_handler_is_an_exception_and_nothing_more():
+    fails = jax.jit(lambda x: fj.apply(plus, PlusSpec(-1.0), {"x": x})["y"])
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"test_plus: amount: got -1\.0, expected a number >= 0"):
+            fails(jnp.ones(3)).block_until_ready()
+        np.testing.assert_array_equal(np.asarray(fj.apply(plus, PlusSpec(1.0), {"x": jnp.ones(3)})["y"]), 1.5)
+
+
+def test_threads_share_nothing():
+    step, (w, sets, x) = programs.example()
+    wanted = programs.digest(jax.jit(step)(w, sets, x))
+    found, jitted = [], jax.jit(step)
+
+    def work(device):
+        for _ in range(5):
+            found.append(programs.digest(jitted(*jax.device_put((w, sets, x), device))))
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in jax.devices("cpu")[:4]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted] * 20
+
+
+def test_lower_and_compile_ahead_of_time():
+    step, args = programs.example()
+    lowered = jax.jit(step).lower(*args)
+    assert lowered.as_text().count("fp8kit.run") == 2
+    assert lowered.as_text() == jax.jit(programs.example()[0]).lower(*args).as_text()
+    assert programs.digest(lowered.compile()(*args)) == programs.digest(jax.jit(step)(*args))
+
+
+def test_the_persistent_cache_serves_another_process(tmp_path):
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }  # fmt: skip
+    first = child("run", **env)
+    entries = {path.name for path in tmp_path.iterdir() if not path.name.endswith("-atime")}
+    assert any("step" in name for name in entries)
+    assert child("run", **env) == first
+    assert {path.name for path in tmp_path.iterdir() if not path.name.endswith("-atime")} == entries
+
+
+def test_a_saved_program_runs_where_it_was_never_traced(tmp_path):
+    path = str(tmp_path / "step")
+    assert child("save", path, XLA_FLAGS="") == child("load", path, XLA_FLAGS="")
+
+
+def test_a_program_may_end_with_calls_in_flight():
+    for _ in range(2):
+        assert child("leave", XLA_FLAGS="--xla_force_host_platform_device_count=8") == "left"

@@ -1,0 +1,205 @@
+"""Every function of the door against JAX's own arithmetic in float32 or the native door's bits, with its gradients."""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit.errors import Fp8kitError
+from fp8kit.testing import assert_same_bits
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def close(got, want, terms):
+    """Both are float32 sums of ``terms`` terms: an error of 2^-23 each, relative to the largest value."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=terms * 2.0**-22 * max(np.abs(want).max(), 1))
+
+
+def check(function, reference, args, terms=64):
+    """Values and gradients of a sum of random multiples, jitted."""
+    shape = jax.eval_shape(function, *args)
+    weight = draw(99, *shape.shape)
+    which = tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
+
+    def of(f):
+        return jax.jit(lambda *a: (f(*a), jax.grad(lambda *a: (f(*a).astype(jnp.float32) * weight).sum(), which)(*a)))(*args)
+
+    jax.tree.map(lambda a, b: close(a, b, terms), of(function), of(reference))
+
+
+def norm(x, gamma, beta, epsilon=1e-6):
+    mean = x.mean(-1, keepdims=True) if beta is not None else 0.0
+    x = x - mean
+    y = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + epsilon) * gamma
+    return y if beta is None else y + beta
+
+
+def test_norms():
+    x, gamma, beta = draw(0, 3, 5, 40), draw(1, 40), draw(2, 40)
+    check(fj.layernorm, norm, (x, gamma, beta))
+    check(fj.rmsnorm, lambda x, g: norm(x, g, None), (x, gamma))
+    check(lambda x, g: fj.rmsnorm(x, g, zero_centered_gamma=True), lambda x, g: norm(x, 1 + g, None), (x, gamma))
+
+
+ACTIVATIONS = {
+    ("gelu",): lambda x: jax.nn.gelu(x[..., 0, :], approximate=True),
+    ("relu",): lambda x: jax.nn.relu(x[..., 0, :]),
+    ("silu",): lambda x: jax.nn.silu(x[..., 0, :]),
+    ("silu", "linear"): lambda x: jax.nn.silu(x[..., 0, :]) * x[..., 1, :],
+}
+
+
+@pytest.mark.parametrize("types", ACTIVATIONS, ids="-".join)
+def test_activation(types):
+    check(lambda x: fj.activation(x, types), ACTIVATIONS[types], (draw(0, 3, 5, len(types), 24),))
+
+
+def test_softmax():
+    x, mask = draw(0, 3, 5, 24), draw(1, 3, 1, 24) > 0.5
+    mask = mask.at[0].set(True)
+
+    def reference(x):
+        e = jnp.where(mask, 0.0, jnp.exp(2.0 * x))
+        total = e.sum(-1, keepdims=True)
+        return e / jnp.where(total == 0, 1.0, total)
+
+    check(lambda x: fj.softmax(x, mask, 2.0), reference, (x,))
+    check(fj.softmax, jax.nn.softmax, (x,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_cross_entropy(reduction):
+    logits, targets = draw(0, 6, 30), jnp.array([3, 0, 29, -100, 7, 7])
+
+    def reference(x):
+        loss = jax.nn.logsumexp(x, -1) - 0.9 * jnp.take_along_axis(x, jnp.maximum(targets, 0)[:, None], 1)[:, 0] - 0.1 * x.mean(-1)
+        loss = jnp.where(targets < 0, 0.0, loss)
+        return loss.sum() / 5 if reduction == "mean" else loss
+
+    check(lambda x: fj.fused_cross_entropy(x, targets, 0.1, reduction), reference, (logits,))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved):
+    freqs = fj.rope_frequencies(8, 16, interleaved=interleaved)
+
+    def reference(x):
+        a = freqs[: x.shape[1], None, :]
+        half = x[..., :8]
+        partner = jnp.concatenate([-half[..., 4:], half[..., :4]], -1)
+        if interleaved:
+            partner = jnp.stack([-half[..., 1::2], half[..., ::2]], -1).reshape(half.shape)
+        return jnp.concatenate([half * jnp.cos(a) + partner * jnp.sin(a), x[..., 8:]], -1)
+
+    check(lambda x: fj.rope(x, freqs, interleaved=interleaved), reference, (draw(0, 2, 16, 3, 12),))
+
+
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal", "arbitrary"])
+def test_attention(mask):
+    q, k, v = draw(0, 2, 16, 4, 8), draw(1, 2, 16, 2, 8), draw(2, 2, 16, 2, 12)
+    lengths = jnp.array([16, 9])
+    given = {"cu_seqlens_q": fj.running_sums(lengths), "cu_seqlens_kv": fj.running_sums(lengths)} if mask == "padding_causal" else {}
+    hidden = draw(5, 2, 1, 16, 16) > 1.0
+    given |= {"mask": hidden} if mask == "arbitrary" else {}
+
+    def reference(q, k, v):
+        k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8)
+        i, j = jnp.arange(16)[:, None], jnp.arange(16)
+        seen = {"no_mask": jnp.ones((16, 16), bool), "arbitrary": ~hidden}.get(mask, j <= i)
+        if mask == "padding_causal":
+            inside = jnp.arange(16) < lengths[:, None]
+            seen = (seen & inside[:, None, :] & inside[:, :, None])[:, None]
+        p = fj.softmax(s, ~jnp.broadcast_to(seen, s.shape))
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    check(lambda q, k, v: fj.dot_product_attention(q, k, v, attn_mask_type=mask, **given), reference, (q, k, v))
+
+
+def test_attention_bias_and_dropout():
+    q, k, v = (draw(i, 2, 16, 4, 8) for i in range(3))
+    bias = draw(3, 1, 4, 16, 16)
+
+    def reference(q, k, v, bias):
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8) + bias, -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    check(lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b, attn_mask_type="no_mask"), reference, (q, k, v, bias))
+
+    def dropped(key, v):
+        return fj.dot_product_attention(q, k, v, attn_mask_type="no_mask", dropout_rate=0.5, dropout_key=key)
+
+    first, again, other = (jax.jit(dropped)(jax.random.key(seed), v) for seed in (1, 1, 2))
+    assert_same_bits("one key", np.asarray(first), np.asarray(again))
+    assert not np.array_equal(first, other)
+    # o is linear in v: the gradient of one draw is that draw's own weights
+    ones = jax.grad(lambda v: dropped(jax.random.key(1), v).sum())(v)
+    close((ones * v).sum(), first.sum(), 2048)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_dropout_add(rate):
+    x, residual, bias = draw(0, 6, 40), draw(1, 6, 40), draw(2, 40)
+    key = jax.random.key(3)
+    kept = fj.dropout_add(jnp.ones_like(x), rate=rate, key=key)
+    assert set(np.unique(kept)) == ({1.0} if rate == 0 else {0.0, 2.0})
+    check(lambda x, r, b: fj.dropout_add(x, r, b, rate, key), lambda x, r, b: r + (x + b) * kept, (x, residual, bias))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x128", "block_128x128", "mx_1x32"])
+@pytest.mark.parametrize("format", [fk.E4M3, fk.E5M2], ids=str)
+def test_quantize_is_the_native_one(format, scaling):
+    x = draw(0, 3, 50, 200)
+    q = jax.jit(lambda x: fj.quantize(x, format, scaling=scaling))(x)
+    want = fk.quantize(np.asarray(x), format, scaling=scaling)
+    assert q.data.dtype == {"E4M3": jnp.float8_e4m3fn, "E5M2": jnp.float8_e5m2}[format.name]
+    assert_same_bits("codes", np.asarray(q.data).view(np.uint8), want.data)
+    assert_same_bits("scale_inv", np.asarray(q.scale_inv), want.scale_inv.reshape(q.scale_inv.shape))
+    assert_same_bits("values", np.asarray(jax.jit(fj.dequantize)(q)), want.dequantize())
+
+
+def test_quantize_with_scales_and_stochastic_rounding():
+    x = draw(0, 40, 40)
+    given = jax.jit(lambda x: fj.quantize(x, fk.E4M3, scale=3.0))(x)
+    assert_same_bits("codes", np.asarray(given.data).view(np.uint8), fk.quantize(np.asarray(x), fk.E4M3, scale=np.float32(3)).data)
+    key = jax.random.key(0)
+    seed = np.asarray(jax.random.key_data(key)).view(np.int64)
+    q = fj.quantize(x, fk.E4M3, rounding="stochastic", key=key)
+    want = fk.quantize(np.asarray(x), fk.E4M3, rounding="stochastic", rng=np.array([seed[0], 0]))
+    assert_same_bits("codes", np.asarray(q.data).view(np.uint8), want.data)
+
+
+@pytest.mark.parametrize("scalings", [("tensor",) * 2, ("row",) * 2, ("block_1x128", "block_128x128"), ("block_1x128",) * 2], ids=str)
+def test_gemm(scalings):
+    a, b = draw(0, 2, 21, 200), draw(1, 37, 200)
+    qa, qb = (fj.quantize(x, scaling=s) for x, s in zip((a, b), scalings, strict=True))
+    got = jax.jit(fj.gemm)(qa, qb)
+    close(got, qa.dequantize() @ qb.dequantize().T, 200)
+
+
+def test_refusals_name_operation_and_argument():
+    x = draw(0, 4, 40)
+    with pytest.raises(Fp8kitError, match=r"quantize: scaling: got 'rows'"):
+        fj.quantize(x, scaling="rows")
+    with pytest.raises(Fp8kitError, match=r"cross_entropy: targets"):
+        jax.jit(fj.fused_cross_entropy)(x, jnp.zeros((5,), jnp.int32))
+    with pytest.raises(Fp8kitError, match=r"attention: .*k"):
+        fj.dot_product_attention(draw(0, 2, 4, 4, 8), draw(1, 2, 4, 4, 9), draw(2, 2, 4, 4, 8))
+    with pytest.raises(Fp8kitError, match=r"norm: norm_bias: got nothing"):
+        fj.layernorm(x, draw(1, 40))
+    with pytest.raises(Fp8kitError, match=r"dense: kernel"):
+        jax.jit(fj.dense)(x, draw(1, 41, 8))
+    with pytest.raises(Fp8kitError, match=r"linear: weight0: got bfloat16"):
+        jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.bfloat16))
+    with pytest.raises(Fp8kitError, match=r"dense: quantizer_set: got no slots"), fj.autocast(enabled=True):
+        fj.dense(x, draw(1, 40, 8))
+    with pytest.raises(Fp8kitError, match=r"quantize: no gradient rule for its input 'x'"):
+        jax.grad(lambda x: fj.quantize(x).scale_inv.sum())(x)

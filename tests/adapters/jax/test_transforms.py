@@ -1,0 +1,240 @@
+"""jit, grad, vmap, scan, checkpoint, donation, eval_shape and shard_map give what calls one by one give, FP8 state included."""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.testing import assert_same_bits
+
+RECIPES = {
+    "high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
+}  # fmt: skip
+K, N = 32, 48
+BITS = 2.0**-20  # another order of float32 sums of at most K * 8 terms, relative to the largest value
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def quantizers(recipe):
+    return fj.noop_quantizer_set if recipe is None else fj.create_set(recipe)
+
+
+def same(what, got, want):
+    for path, a in jax.tree_util.tree_leaves_with_path(got):
+        b = dict(jax.tree_util.tree_leaves_with_path(want))[path]
+        assert_same_bits(f"{what}{jax.tree_util.keystr(path)}", np.asarray(a), np.asarray(b))
+
+
+def near(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=BITS * np.abs(want).max())
+
+
+def alike(what, got, want):
+    jax.tree.map(near, got, want)
+
+
+def layer(x, w, b, sets):
+    return fj.dense(x, w, b, quantizer_set=sets)
+
+
+def unstacked(tree):
+    leaves, form = jax.tree.flatten(tree)
+    return [jax.tree.unflatten(form, parts) for parts in zip(*leaves, strict=True)] or [tree] * 3
+
+
+def moved(recipe, x, w, b):
+    """A state after one step, its scales no longer 1."""
+    sets = quantizers(recipe)
+    return jax.grad(lambda s: (layer(x, w, b, s) ** 2).sum())(sets) if recipe is not None and recipe.delayed() else sets
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_vmap_of_values_and_gradients_is_exact(recipe):
+    x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
+    sets = moved(RECIPES[recipe], x[0], w, b)
+    each = [layer(x[i], w, b, sets) for i in range(4)]
+    compare = alike if recipe == "high" else same  # BLAS sums longer matrices in another order
+    compare("y", jax.vmap(layer, (0, None, None, None))(x, w, b, sets), jnp.stack(each))
+
+    def loss(x, w, b):
+        return (layer(x, w, b, sets) ** 2).sum()
+
+    grads = jax.vmap(jax.grad(loss, (0, 1, 2)), (0, None, None))(x, w, b)
+    want = [jax.grad(loss, (0, 1, 2))(x[i], w, b) for i in range(4)]
+    compare("per-example gradients", grads, jax.tree.map(lambda *g: jnp.stack(g), *want))
+    ws = jnp.stack([w * (i + 1) for i in range(4)])
+    same("batched weights", jax.vmap(layer, (None, 0, None, None))(x[0], ws, b, sets), jnp.stack([layer(x[0], v, b, sets) for v in ws]))
+
+
+def test_a_state_shared_by_a_batch_sees_the_largest_amax():
+    recipe = RECIPES["delayed"]
+    x, w, b = draw(0, 4, 16, K) * jnp.array([1.0, 8.0, 2.0, 4.0])[:, None, None], draw(1, K, N), draw(2, N)
+    sets = moved(recipe, x[0], w, b)
+
+    def loss(sets, w):
+        return (jax.vmap(layer, (0, None, None, None))(x, w, b, sets) ** 2).sum()
+
+    new, _ = jax.jit(jax.grad(loss, (0, 1)))(sets, w)
+    assert float(new.x.amax_history[-1]) == float(jnp.abs(x).max())
+    assert np.asarray(new.x.scale)[0] == np.float32(448) / np.abs(np.asarray(x)).max()
+    assert float(new.kernel.amax_history[-1]) == float(jnp.abs(w).max())
+    y = jnp.stack([layer(x[i], w, b, sets) for i in range(4)])
+    assert float(new.grad.amax_history[-1]) == float(jnp.abs(2 * y).max())
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_over_layers_is_the_layers_one_by_one(recipe, remat):
+    count, x = 3, draw(0, 16, K)
+    ws, bs = draw(1, count, K, K) * 0.2, draw(2, count, K)
+    one = moved(RECIPES[recipe], x, ws[0], bs[0])
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf * (i + 1) for i in range(count)]), one)
+
+    def body(h, parts):
+        return jnp.tanh(layer(h, *parts)), None
+
+    body = jax.checkpoint(body) if remat else body
+
+    def scanned(x, ws, bs, sets):
+        return (jax.lax.scan(body, x, (ws, bs, sets))[0] ** 2).sum()
+
+    def unrolled(x, ws, bs, sets):
+        for parts in zip(ws, bs, unstacked(sets), strict=True):
+            x = body(x, parts)[0]
+        return (x**2).sum()
+
+    got = jax.jit(jax.value_and_grad(scanned, (0, 1, 2, 3)))(x, ws, bs, stacked)
+    want = jax.jit(jax.value_and_grad(unrolled, (0, 1, 2, 3)))(x, ws, bs, stacked)
+    same("scan", got, want)
+
+
+def test_checkpoint_updates_a_state_once():
+    recipe = RECIPES["delayed"]
+    x, w, b = draw(0, 16, K), draw(1, K, N), draw(2, N)
+    sets = moved(recipe, x, w, b)
+
+    def loss(w, sets):
+        return (jax.checkpoint(layer)(x, w, b, sets) ** 2).sum()
+
+    def plain(w, sets):
+        return (layer(x, w, b, sets) ** 2).sum()
+
+    same("remat", jax.jit(jax.value_and_grad(loss, (0, 1)))(w, sets), jax.jit(jax.value_and_grad(plain, (0, 1)))(w, sets))
+
+
+def test_donated_state_and_eval_shape():
+    x, w, b = draw(0, 16, K), draw(1, K, N), draw(2, N)
+    step = jax.jit(jax.grad(lambda s: (layer(x, w, b, s) ** 2).sum()), donate_argnums=0)
+    sets = quantizers(RECIPES["delayed"])
+    want = jax.grad(lambda s: (layer(x, w, b, s) ** 2).sum())(quantizers(RECIPES["delayed"]))
+    shape = jax.eval_shape(step, sets)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shape) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), sets)
+    same("donated", step(sets), want)
+    assert sets.x.scale.is_deleted()
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shard_map_is_one_device(recipe, check):
+    """Rows over 8 devices: the state comes back once, its amaxes those of the whole batch, so that it is the one device's, bit for bit."""
+    recipe = RECIPES[recipe]
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    x, w, b = draw(0, 128, K) * jnp.exp2(jnp.arange(128.0) // 16 - 4)[:, None], draw(1, K, N), draw(2, N)
+    sets = moved(recipe, x, w, b)
+
+    def loss(w, b, sets, x):
+        return (layer(x, w, b, sets) ** 2).sum()
+
+    def local(w, b, sets, x):
+        y = jax.lax.psum(loss(w, b, sets, x), "data")
+        return y
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P(), check_vma=check)
+    value, (dw, db, new) = jax.jit(jax.value_and_grad(sharded, (0, 1, 2)))(w, b, sets, x)
+    want_value, (want_dw, want_db, want_new) = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(w, b, sets, x)
+    same("state", new, want_new)
+    for got, want in ((value, want_value), (dw, want_dw), (db, want_db)):
+        near(got, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("axes", [("data", None), (None, "tensor"), ("data", "tensor")], ids=str)
+def test_jit_with_shardings_is_one_device(recipe, axes):
+    """Rows and columns of the product over a mesh of 4 x 2, by NamedSharding alone."""
+    recipe = RECIPES[recipe]
+    rows, columns = axes
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
+    x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
+    sets = moved(recipe, x[0], w, b)
+
+    def loss(x, w, b, sets):
+        return (layer(x, w, b, sets) ** 2).sum()
+
+    want, (dx, dw, db, want_new) = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(x, w, b, sets)
+    put = jax.device_put
+    placed = put(x, NamedSharding(mesh, P(rows))), put(w, NamedSharding(mesh, P(None, columns))), put(b, NamedSharding(mesh, P(columns)))
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    got, grads = step(*placed, put(sets, NamedSharding(mesh, P())))
+    same("state", grads[3], want_new)
+    for a, c in ((got, want), (grads[0], dx), (grads[1], dw), (grads[2], db)):
+        near(a, c)
+
+
+def test_nothing_is_gathered_where_rows_and_columns_are_split():
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
+    x, w = draw(0, 64, 4, K), draw(1, K, 64)
+    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P("data")), (w, P(None, "tensor")))]
+    sets = quantizers(RECIPES["delayed"])
+
+    def step(x, w, sets):
+        return jax.grad(lambda x, w, sets: (layer(x, w, None, sets) ** 2).sum(), (0, 1, 2))(x, w, sets)
+
+    compiled = jax.jit(step).lower(*placed, sets).compile()
+    assert "all-gather" not in compiled.as_text()
+    dx, dw, _ = compiled(*placed, jax.device_put(sets, NamedSharding(mesh, P())))
+    assert dx.sharding.spec[0] == "data"
+    assert dw.sharding.spec[1] == "tensor"
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_an_mlp_over_devices_is_one_device(recipe, manual):
+    """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so that the codes are the same."""
+    found = RECIPES[recipe]
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    x, gamma, k1, k2 = draw(0, 8, 16, K) * jnp.exp2(jnp.arange(8.0))[:, None, None], draw(1, K), draw(2, K, 2, N), draw(3, N, K)
+    sets = (fj.noop_quantizer_set,) * 2 if found is None else fj.create_set(found, 2)
+
+    def loss(gamma, kernels, sets, x):
+        y = fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
+        return (y**2).sum()
+
+    value = jax.value_and_grad(loss, (0, 1, 2))
+    want, (want_gamma, want_kernels, want_sets) = jax.jit(value)(gamma, (k1, k2), sets, x)
+    if manual:
+        summed = jax.shard_map(lambda *a: jax.lax.psum(loss(*a), "data"), mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P())
+        got, grads = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(gamma, (k1, k2), sets, x)
+    else:
+        whole = jax.device_put((gamma, (k1, k2), sets), NamedSharding(mesh, P()))
+        got, grads = jax.jit(value)(*whole, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    jax.tree.map(near, (got, grads[0], grads[1]), (want, want_gamma, want_kernels))
+    jax.tree.map(near, grads[2], want_sets)
+
+
+def test_attention_over_devices_is_one_device():
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    parts = [draw(i, 8, 16, 2, 8) for i in range(3)]
+    step = jax.jit(jax.value_and_grad(lambda q, k, v: (fj.dot_product_attention(q, k, v) ** 2).sum(), (0, 1, 2)))
+    placed = jax.device_put(parts, NamedSharding(mesh, P("data")))
+    jax.tree.map(near, step(*placed), step(*parts))
+    assert "all-gather" not in step.lower(*placed).compile().as_text()
