@@ -42,7 +42,8 @@ def test_code_runs(document: Path, device: str, tmp_path: Path) -> None:
     """All blocks of a document, one after the other, in an interpreter of their own."""
     path = tmp_path / document.with_suffix(".py").name
     path.write_text(script(document))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "FP8KIT_DEVICE": device}
+    paths = [str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", "FP8KIT_DEVICE": device}
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
