@@ -22,8 +22,7 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "RMSNorm": {"sequence_parallel": None, "dtype": None},
     "LayerNormLinear": _WEIGHT | {"return_layernorm_output_gathered": False},
     "LayerNormMLP": _GROUP | _OVERLAP | _SIZES | {
-        "return_layernorm_output_gathered": False, "activation_params": None, "ub_name": None, "delay_wgrad_compute": False,
-        "symmetric_ar_type": None, "checkpoint": False,
+        "return_layernorm_output_gathered": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None,
     },
     "DotProductAttention": _GROUP | {
         "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None, "cp_comm_type": "p2p",
