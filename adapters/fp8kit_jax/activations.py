@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from fp8kit.errors import FormatError, ShapeError, expected
-from fp8kit.ops.norm_mlp import ACTIVATIONS
-from fp8kit_jax import operations
+from fp8kit.ops.activation import ActivationSpec
+from fp8kit.ops.activation import activation as activation_operation
+from fp8kit.ops.norm_mlp import activation_numbers
 from fp8kit_jax.rules import apply
 
-ACTIVATION_TYPES = {("gelu",): "gelu", ("relu",): "relu", ("silu",): "silu", ("silu", "linear"): "swiglu"}
+# Transformer Engine's names in JAX -> fp8kit's, formulas in fp8kit.backends.activation; pairs are products of the two halves
+ACTIVATION_TYPES = {
+    ("gelu",): "gelu", ("gelu", "linear"): "geglu", ("quick_gelu",): "qgelu", ("quick_gelu", "linear"): "qgeglu", ("relu",): "relu",
+    ("relu", "linear"): "reglu", ("squared_relu",): "srelu", ("squared_relu", "linear"): "sreglu", ("silu",): "silu",
+    ("silu", "linear"): "swiglu", ("sigmoid", "linear"): "glu", ("clamped_silu", "clamped_linear"): "clamped_swiglu",
+}  # fmt: skip
 
 
-def activation(x: Any, activation_type: Sequence[str]) -> Any:
-    """The activation of x, or the product of two. ``x``: h (..., a, F) with a = len(activation_type); ``activation_type``: ("gelu",) (tanh
-    form, Hendrycks & Gimpel 2016), ("relu",), ("silu",) or ("silu", "linear") (SwiGLU). Returns h (..., F)."""
-    x, name = jnp.asarray(x), activation_name("activation", activation_type)
-    parts = ACTIVATIONS[name]
+def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, float] | None = None) -> Any:
+    """The activation of x, or the product of two.
+
+    * ``x``: h (..., a, F) with a = len(activation_type). ``activation_type``: ("gelu",), ("silu", "linear") (SwiGLU) or another key of
+      ``ACTIVATION_TYPES``; formulas in ``fp8kit.backends.activation``.
+    * ``act_params``: of ("clamped_silu", "clamped_linear") alone, a mapping of "limit", "alpha", "glu_linear_offset"; None: the defaults.
+
+    Returns h (..., F). Raises ShapeError or FormatError.
+    """
+    x = jnp.asarray(x)
+    name, numbers = activation_of("activation", activation_type, act_params, "act_params")
+    parts = len(activation_type)
     if x.ndim < 2 or x.shape[-2] != parts:
         raise ShapeError(expected("activation", "x", f"shape {x.shape}", f"(..., {parts}, features) for {tuple(activation_type)}"))
     flat = x.reshape(*x.shape[:-2], parts * x.shape[-1])
-    return apply(operations.activation, operations.ActivationSpec(name, flat.shape[-1]), {"x": flat})["y"]
+    return apply(activation_operation, ActivationSpec(name, flat.shape[-1], numbers), {"x": flat})["y"]
 
 
-def activation_name(operation: str, activation_type: Sequence[str]) -> str:
-    """fp8kit's name of an activation; FormatError for one that there is not."""
+def activation_of(operation: str, activation_type: Sequence[str], params: Mapping[str, float] | None,
+                  argument: str = "activation_params") -> tuple[str, tuple[float, ...]]:
+    """fp8kit's name of an activation and its numbers; FormatError for one that there is not, and for unknown parameters."""
     name = ACTIVATION_TYPES.get(tuple(activation_type))
     if name is None:
         known = ", ".join(map(str, ACTIVATION_TYPES))
         raise FormatError(expected(operation, "activation_type", repr(tuple(activation_type)), f"one of {known}"))
-    return name
+    if params is not None and not isinstance(params, Mapping):
+        raise FormatError(expected(operation, argument, type(params).__name__, "a mapping of names to numbers, or None"))
+    return name, activation_numbers(operation, name, params)

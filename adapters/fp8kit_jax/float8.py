@@ -13,7 +13,9 @@ from fp8kit import formats
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import E4M3, E5M2, Format
-from fp8kit_jax import operations, primitive
+from fp8kit.ops import casts
+from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
+from fp8kit_jax import primitive
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
 
@@ -65,10 +67,10 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     tile, grid = _tiling("quantize", scaling, rows, columns)
     blocks = scaling not in ("tensor", "row")
     for_inf = min(primitive.meta_of(x).dtype.max, formats.float32.max) if scaling.startswith("block") else formats.float32.max
-    spec = operations.QuantizeSpec(format, tile, bool(saturate), blocks, for_inf, scale is not None, rounding == "stochastic")
+    spec = casts.QuantizeSpec(format, tile, bool(saturate), blocks, for_inf, scale is not None, rounding == "stochastic")
     given = {} if scale is None else {"scale": jnp.asarray(scale, jnp.float32).reshape(-1)}
     inputs = {"x": x, **given, **(rng_inputs(key) if key is not None else {})}
-    out = apply(operations.quantize, spec, inputs, pairs=("rng",))
+    out = apply(casts.quantize, spec, inputs, pairs=("rng",))
     return ScaledTensor(jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling)
 
 
@@ -79,7 +81,7 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
         raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
     tile, _ = _tiling("dequantize", q.scaling, *_matrix(q.shape))
     inputs = {"q": _codes(q), "scale_inv": q.scale_inv.reshape(-1)}
-    return apply(operations.dequantize, operations.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
+    return apply(casts.dequantize, casts.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
 
 
 def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumulate: bool = False) -> Any:
@@ -111,8 +113,8 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
             padded, grid = block_shapes(*codes.shape, TILES[operand.scaling])
             inputs[f"{name}_scale_inv"] = _padded(scale.T if operand.scaling == "block_1x128" else scale, grid, 1.0)
         inputs[name] = _padded(codes, padded, 0)
-    spec = operations.Fp8GemmSpec(rows, columns, kind.name, a.format, b.format, tiles, bool(fast_accumulate))
-    return apply(operations.fp8_gemm, spec, inputs)["out"].reshape(*a.shape[:-1], columns)
+    spec = Fp8GemmSpec(rows, columns, kind.name, a.format, b.format, tiles, bool(fast_accumulate))
+    return apply(fp8_gemm, spec, inputs)["out"].reshape(*a.shape[:-1], columns)
 
 
 def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:

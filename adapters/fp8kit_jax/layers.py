@@ -5,7 +5,7 @@ Kernels are (in, out), as in Flax, or, on request, (out, in), as in PyTorch and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit_jax import manual
-from fp8kit_jax.activations import activation, activation_name
+from fp8kit_jax.activations import activation, activation_of
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, scaling_of, settle
 from fp8kit_jax.rules import apply
 
@@ -76,17 +76,17 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
 def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases: Sequence[Any] = (None, None), norm_type: str = "layernorm",
                   zero_centered_gamma: bool = False, epsilon: float = 1e-6, activation_type: Sequence[str] = ("gelu",),
                   quantizer_sets: Sequence[QuantizerSet | None] = (None, None), return_layernorm_output: bool = False,
-                  kernel_layout: str = "io") -> Any:
+                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
     * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
-    * ``activation_type``: ("gelu",), ("relu",), ("silu",), or ("silu", "linear"): the product of the two, SwiGLU.
+    * ``activation_type``, ``activation_params``: see ``activation``.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
     """
     op = "layernorm_mlp"
     x, (k1, k2), (b1, b2) = jnp.asarray(x), map(jnp.asarray, kernels), biases
-    act = activation_name(op, activation_type)
+    act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(expected(op, "biases", "one", "two or none"))
     _layout(op, kernel_layout)
@@ -102,12 +102,13 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
         options = (norm_type, zero_centered_gamma, epsilon, first, return_layernorm_output, kernel_layout)
         inner = layernorm_dense(x, k1, gamma, beta, b1, *options)
         hidden, *normed = inner if return_layernorm_output else (inner,)
-        y = dense(activation(hidden, activation_type), k2, b2, ((-1,), (0 if io else 1,)), second)
+        y = dense(activation(hidden, activation_type, activation_params), k2, b2, ((-1,), (0 if io else 1,)), second)
         return (y, *normed) if normed else y
     w1 = k1.reshape(k1.shape[0], -1) if io else k1.reshape(-1, k1.shape[-1])
     fc1 = _product(w1, kernel_layout, first, b1 is not None, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2 is not None, "fc2_")
-    spec = NormMLPSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), fc1, fc2, act, return_norm=return_layernorm_output)
+    norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
+    spec = NormMLPSpec(norm, fc1, fc2, act, return_norm=return_layernorm_output, activation_params=numbers)
     inputs = {
         "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": w1, "fc2_weight0": k2, "fc2_bias0": b2,
         "fc1_bias0": None if b1 is None else _flat(op, "biases[0]", b1, (fc1.out_features,)),

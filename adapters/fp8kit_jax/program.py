@@ -32,6 +32,11 @@ _SPECS: dict[str, type] = {kind.__name__: kind for kind in (Format, SelectionPol
 def register_operation(operation: Operation, *specs: type) -> None:
     """Make an operation known to the door, with the (frozen dataclass) types that its spec is made of. A user's own too."""
     _OPERATIONS[operation.name] = operation
+    register_specs(*specs)
+
+
+def register_specs(*specs: type) -> None:
+    """Make frozen dataclasses known that specs are made of."""
     for kind in specs:
         if not dataclasses.is_dataclass(kind):
             raise FormatError(expected("register_operation", "specs", kind.__name__, "frozen dataclasses"))

@@ -1,35 +1,21 @@
-"""Which operations the door knows, and the types that their specs are made of."""
+"""Which operations the door knows, and the types that their specs are made of: all of ``fp8kit.ops``, found by themselves."""
 
 from __future__ import annotations
 
-from fp8kit.ops.attention import AttentionSpec, attention
-from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
-from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec, add, dropout_add
-from fp8kit.ops.embedding import EmbeddingSpec, embedding
-from fp8kit.ops.linear import LinearSpec, linear
-from fp8kit.ops.norm import NormSpec, norm
-from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
-from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
-from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, Quant
-from fp8kit.ops.rope import RopeSpec, rope
-from fp8kit_jax import operations as own
-from fp8kit_jax.program import register_operation
+import dataclasses
+import importlib
+import pkgutil
 
-for _operation, _specs in (
-    (linear, (LinearSpec, ProductSpec, Fp8, Quant)),
-    (norm, (NormSpec,)),
-    (norm_linear, (NormLinearSpec,)),
-    (norm_mlp, (NormMLPSpec,)),
-    (attention, (AttentionSpec,)),
-    (rope, (RopeSpec,)),
-    (dropout_add, (DropoutAddSpec,)),
-    (add, (AddSpec,)),
-    (embedding, (EmbeddingSpec,)),
-    (cross_entropy, (CrossEntropySpec,)),
-    (own.activation, (own.ActivationSpec,)),
-    (own.quantize, (own.QuantizeSpec,)),
-    (own.dequantize, (own.DequantizeSpec,)),
-    (own.fp8_gemm, (own.Fp8GemmSpec,)),
-):
-    register_operation(_operation, *_specs)
+from fp8kit import ops
+from fp8kit.spec import Operation
+from fp8kit_jax.program import register_operation, register_specs
+
+MUTATING = ("cached_attention",)  # writes into its inputs, which JAX's arrays forbid
+
+for _info in pkgutil.iter_modules(ops.__path__):
+    _module = importlib.import_module(f"fp8kit.ops.{_info.name}")
+    _own = [value for value in vars(_module).values() if getattr(value, "__module__", None) == _module.__name__]
+    _specs = [value for value in _own if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__name__[0] != "_"]
+    for _operation in [value for value in _own if isinstance(value, Operation) and value.name not in MUTATING]:
+        register_operation(_operation)
+    register_specs(*_specs)

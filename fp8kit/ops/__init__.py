@@ -14,6 +14,9 @@ dropout_add, add        residual + dropout(x + bias); a + b                     
 drop_path               residual + x, whole samples of x dropped                            drop_path.py
 split_heads             packed queries, keys and values apart                               split_heads.py
 embedding               rows of a table                                                     embedding.py
+activation              gelu, silu, swiglu... alone                                         activation.py
+quantize, dequantize    casts to FP8 codes and back                                         casts.py
+fp8_gemm                the product of two matrices of FP8 codes                            fp8_gemm.py
 cross_entropy           softmax cross entropy                                               cross_entropy.py
 ======================  ==================================================================  ==========================
 """

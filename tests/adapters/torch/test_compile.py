@@ -13,11 +13,14 @@ import fp8kit as fk
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import get_policy
 from fp8kit.formats import float32
+from fp8kit.ops.activation import ActivationSpec
 from fp8kit.ops.attention import AttentionSpec
+from fp8kit.ops.casts import DequantizeSpec, QuantizeSpec
 from fp8kit.ops.cross_entropy import CrossEntropySpec
 from fp8kit.ops.drop_path import DropPathSpec
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
 from fp8kit.ops.embedding import EmbeddingSpec
+from fp8kit.ops.fp8_gemm import Fp8GemmSpec
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
@@ -165,6 +168,7 @@ def _operands(device):
     fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
     norms = {"x": r(2, 3, 16), "norm_weight": r(16), "norm_bias": r(16)}
     own = {"weight0": r(24, 16), "bias0": r(24)}
+    codes, codes16 = (torch.arange(rows * 16, device=device).reshape(rows, 16).to(torch.uint8) % 64 for rows in (6, 16))
     return {
         "linear": (LinearSpec(quantised), {"x": r(2, 3, 16), **own}, "x weight0 bias0", ("",), True),
         "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",), True),
@@ -185,6 +189,11 @@ def _operands(device):
         "rope": (RopeSpec(((2, 8, "freqs"),)), {"x": r(5, 2, 16), "freqs": r(5, 8)}, "x", (), False),
         "cross_entropy": (CrossEntropySpec(16), {"logits": r(6, 16), "targets": torch.arange(6, device=device)}, "logits", (), False),
         "embedding": (EmbeddingSpec(10, 4, float32), {"ids": torch.arange(6, device=device), "table": r(10, 4)}, "table", (), False),
+        "activation": (ActivationSpec("swiglu", 16), {"x": r(6, 16)}, "x", (), False),
+        "quantize": (QuantizeSpec(fk.E4M3, (6, 16)), {"x": r(6, 16)}, "", (), False),
+        "dequantize": (DequantizeSpec(fk.E4M3, (6, 16), "float32"), {"q": codes, "scale_inv": r(1)}, "", (), False),
+        "fp8_gemm": (Fp8GemmSpec(16, 16, "float32", fk.E4M3, fk.E4M3),
+                     {"a": codes16, "b": codes16 + 1, "a_scale_inv": r(1), "b_scale_inv": r(1)}, "", (), False),
     }  # fmt: skip
 
 

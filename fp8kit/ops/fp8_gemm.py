@@ -1,0 +1,70 @@
+"""``fp8_gemm``: the product of two matrices of FP8 codes, as ``q @ q.T`` has it; no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fp8kit import formats
+from fp8kit.backends.dispatch import block_shapes
+from fp8kit.errors import ShapeError, expected
+from fp8kit.formats import Format, float32, uint8
+from fp8kit.ops.casts import meta_of, no_gradient
+from fp8kit.ops.product import want
+from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
+
+
+@dataclass(frozen=True)
+class Fp8GemmSpec:
+    """A product of codes: (rows, columns) of the result, its ``dtype`` by name, formats, the operands' ``tiles`` where they are scaled by
+    blocks (None: by the tensor or by rows), ``fast_accumulate``."""
+
+    rows: int
+    columns: int
+    dtype: str
+    a_format: Format
+    b_format: Format
+    tiles: tuple[tuple[int, int], tuple[int, int]] | None = None
+    fast_accumulate: bool = False
+
+
+class Fp8Gemm(Operation):
+    """out = a b^T, scaled. Inputs: a uint8 (Mp, Kp), b uint8 (Np, Kp), padded as ``fp8_gemm`` or ``block_gemm`` takes them, a_scale_inv and
+    b_scale_inv float32 in their layout. Output: out h (rows, columns)."""
+
+    name: ClassVar[str] = "fp8_gemm"
+
+    def infer(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str]) -> Signature:
+        no_gradient(self.name, needs)
+        depths = set()
+        for i, (name, extent) in enumerate((("a", spec.rows), ("b", spec.columns))):
+            found = meta_of(self.name, name, metas).shape
+            depth = found[-1] if len(found) == 2 else 16
+            codes, scales = (-(-extent // 16) * 16, -(-depth // 16) * 16), ((1,), (-(-extent // 16) * 16,))
+            if spec.tiles is not None:
+                codes, by_blocks = block_shapes(extent, depth, spec.tiles[i])
+                scales = (by_blocks, by_blocks)
+            want(self.name, name, metas, codes, uint8)
+            given = meta_of(self.name, f"{name}_scale_inv", metas).shape
+            want(self.name, f"{name}_scale_inv", metas, given if given in scales else scales[0], float32)
+            depths.add((depth, spec.tiles is None and given == (1,)))
+        if len(depths) > 1:
+            got = f"{metas['a']}, {metas['b']}"
+            raise ShapeError(expected(self.name, "b", got, "a's contraction, and scales of the same kind"))
+        return Signature({"out": Meta((spec.rows, spec.columns), formats.dtype(spec.dtype))})
+
+    def plan(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
+        space = max(kernels.fp8_gemm_workspace(spec.rows, spec.columns), 1)
+        return Plan(spec, self.infer(spec, metas, needs), kernels, {"workspace": Meta((space,), uint8)})
+
+    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        s: Fp8GemmSpec = plan.spec
+        k, space = plan.kernels, scratch["workspace"]
+        operands = inputs["a"], inputs["b"], outputs["out"], s.a_format, s.b_format, inputs["a_scale_inv"], inputs["b_scale_inv"]
+        if s.tiles is None:
+            k.fp8_gemm(*operands, None, False, s.fast_accumulate, space, stream)
+        else:
+            k.block_gemm(*operands, *s.tiles, None, False, space, stream)
+
+
+fp8_gemm = Fp8Gemm()
