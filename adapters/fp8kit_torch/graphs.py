@@ -6,6 +6,7 @@ after each replay as it is without a graph, so that modules inside and outside o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,8 +65,15 @@ def make_graphed_callables(
     if found.delayed() and (on or watching):
         for layer in (layer for part in layers for layer in part):
             layer.prepare(found.amax_history_len)  # type: ignore[attr-defined]
-    with _unchanged(layers), held(), autocast(on, watching, found):
+    with _unchanged(layers), held(), autocast(on, watching, found), warnings.catch_warnings():
+        # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another stream
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
         torch.cuda.make_graphed_callables(given, samples, num_warmup_iters, allow_unused_input, pool)
+    for module in given:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                # a replay writes gradients to the same memory each time: what is accumulated must not lie there
+                parameter.register_hook(torch.clone)
     if found.delayed() and (on or watching):
         for module, own in zip(given, layers, strict=True):
             if own:

@@ -172,7 +172,7 @@ def test_the_gpu_agrees_with_the_cpu():
     mask, x, probs = mask_of(3), draw(1, TOKENS, HIDDEN, dtype=torch.bfloat16), draw(2, TOKENS, EXPERTS)
     results = []
     for device in ("cpu", "cuda"):
-        a, p = x.to(device).requires_grad_(), probs.to(device).requires_grad_()
+        a, p = (t.detach().to(device).requires_grad_() for t in (x, probs))
         rows, weights, row_id_map = moe.moe_permute_with_probs(a, p, mask.to(device), int(mask.sum()))
         out = moe.moe_unpermute(rows * weights[:, None].to(rows.dtype), row_id_map, p, x.shape)
         out.sum().backward()
