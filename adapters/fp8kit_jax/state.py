@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import custom_vmap
 
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import manual
+from fp8kit_jax.division import divide
 
 FP8_COLLECTION_NAME = "fp8_metas"  # of Flax variables; Transformer Engine's
 
@@ -69,7 +69,7 @@ def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: boo
     known = jnp.where(jnp.isnan(history), 0.0, history)
     a = history[:1] if most_recent else jnp.max(known, keepdims=True)
     usable = jnp.isfinite(a) & (a > 0)
-    new = jnp.minimum(jnp.float32(fp8_max * 2.0**-margin) / jnp.where(usable, a, 1.0), jnp.float32(np.finfo(np.float32).max))
+    new = divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0))
     rolled = jnp.roll(history, -1)
     rolled = rolled.at[0].set(0.0)
     if history.shape[0] > 1:
