@@ -40,8 +40,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,
                  return_bias: bool = False, get_rng_state_tracker: Any = None, tp_group: Any = None, tp_size: int = 1,
                  init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
-                 activation_params: Mapping[str, float] | None = None, output_layer_init_method: Init | None = None, fuse_wgrad_accumulation: bool = False,
-                 params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
+                 activation_params: Mapping[str, float] | None = None, output_layer_init_method: Init | None = None,
+                 fuse_wgrad_accumulation: bool = False, params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
                  return_layernorm_output_gathered: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
                  set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Any = None, *, name: str | None = None,
                  checkpoint: bool = False, **other: Any) -> None:

@@ -45,6 +45,19 @@ def test_autocast_around(device, kind, recipe):
     same_steps(ours, native, compiled(ours), RECIPES[recipe], device, around=RECIPES[recipe])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "parallel_attention_mlp": True},
+        {"qk_norm_type": "L2Normalization", "activation": "clamped_swiglu", "activation_params": {"limit": 1.0}},
+    ],
+    ids=["parallel", "clamped"],
+)
+def test_variants(device, options):
+    ours, native = twins("TransformerLayer", device, **options)
+    same_steps(ours, native, compiled(ours), RECIPES["delayed"], device, around=RECIPES["delayed"])
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("kind", ["Linear", "TransformerLayer"])
 def test_autocast_inside(device, kind, recipe):
