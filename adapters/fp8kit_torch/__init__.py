@@ -21,6 +21,7 @@ from fp8kit_torch.dot_product_attention import DotProductAttention
 from fp8kit_torch.functional import cross_entropy, dropout_add, embedding
 from fp8kit_torch.graphs import make_graphed_callables
 from fp8kit_torch.grouped_linear import GroupedLinear
+from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.moe import (
@@ -31,7 +32,7 @@ from fp8kit_torch.moe import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from fp8kit_torch.norm import LayerNorm, RMSNorm
+from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.padding import Fp8Padding, Fp8Unpadding
@@ -52,6 +53,8 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "InferenceParams",
+    "L2Normalization",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -13,40 +13,30 @@ from fp8kit.errors import Fp8kitError, expected
 _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
 _OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
 _WEIGHT = _GROUP | _OVERLAP | {"ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None, "parallel_mode": None}
-_SIZES = {"seq_length": None, "micro_batch_size": None, "set_parallel_mode": False}
-_QK = {"qk_norm_type": None, "qk_norm_eps": 1e-6, "qk_norm_before_rope": False}
+_PARALLEL = _GROUP | {"set_parallel_mode": False}
 
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "Linear": _WEIGHT | {"rng_tracker_name": None, "save_original_input": False},
     "LayerNorm": {"sequence_parallel": None, "dtype": None},
     "RMSNorm": {"sequence_parallel": None, "dtype": None},
     "LayerNormLinear": _WEIGHT | {"return_layernorm_output_gathered": False},
-    "LayerNormMLP": _GROUP | _OVERLAP | _SIZES | {
-        "return_layernorm_output_gathered": False, "activation_params": None, "ub_name": None, "delay_wgrad_compute": False,
-        "symmetric_ar_type": None, "checkpoint": False,
+    "LayerNormMLP": _GROUP | _OVERLAP | {
+        "return_layernorm_output_gathered": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None,
     },
     "DotProductAttention": _GROUP | {
         "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None, "cp_comm_type": "p2p",
     },
-    "MultiheadAttention": _GROUP | _SIZES | _QK | _OVERLAP,
-    "TransformerLayer": _GROUP | _SIZES | _QK | {
-        "enc_dec_attn_mask_type": "no_mask", "enc_dec_bottom_right_diagonal": None, "enc_dec_window_size": None,
-        "parallel_attention_mlp": False, "layer_type": "encoder", "drop_path_rate": 0.0, "activation_params": None,
+    "MultiheadAttention": _PARALLEL | _OVERLAP,
+    "TransformerLayer": _PARALLEL | {
         "ub_tp_comm_overlap": False, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": True,
         "ub_bulk_wgrad": True,
     },
 }  # fmt: skip
 
-_CALL: dict[str, Any] = {"checkpoint_core_attention": False, "inference_params": None}
 FORWARD: dict[str, dict[str, Any]] = {
-    "DotProductAttention": _CALL | {
+    "DotProductAttention": {
         "fp8_output": False, "bf16_backward": False, "num_splits": 1, "score_mod": None, "score_mod_bprop": None,
         "score_mod_tensors": None, "score_mod_bprop_tensors": None,
-    },
-    "MultiheadAttention": _CALL,
-    "TransformerLayer": _CALL | {
-        "encoder_output": None, "enc_dec_attn_mask": None, "enc_dec_attn_mask_type": None, "enc_dec_window_size": None,
-        "enc_dec_bottom_right_diagonal": None,
     },
 }  # fmt: skip
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, only, positive, refuse
-from fp8kit_torch.dot_product_attention import DotProductAttention
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
+from fp8kit_torch.dot_product_attention import DotProductAttention, one_of
+from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import Init, want_input
+from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
+from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rope import angles
 from fp8kit_torch.specs import spec_for
 
-# what forward hands to the core attention as it is
+# what forward hands to the core attention as it is, beside its own arguments
 CORE_OPTIONS = (
-    "attention_mask", "attn_mask_type", "window_size", "bottom_right_diagonal", "core_attention_bias_type", "core_attention_bias",
-    "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv",
-    "fast_zero_fill", "pad_between_seqs",
+    "core_attention_bias_type", "core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "fast_zero_fill", "pad_between_seqs",
 )  # fmt: skip
+_PARTS = {"qkv_layer": "qkv", "query_layer": "q", "kv_layer": "kv", "key_layer": "k", "value_layer": "v"}
+_LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}
+QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -33,14 +38,18 @@ class MultiheadAttention(torch.nn.Module):
     * ``attention_type``: "self", or "cross": the queries come from ``hidden_states``, keys and values from ``encoder_output``.
     * ``input_layernorm``: a norm before the queries' projection. Children: self, ``layernorm_qkv`` (LayerNormLinear) or ``qkv`` (Linear);
       cross, ``layernorm_query`` or ``query_layer``, and ``key_value``.
-    * ``fuse_qkv_params``: False keeps ``query_weight``, ``key_weight``, ``value_weight`` apart; True makes one ``weight``. Its rows then go
-      head by head, each q, k, v (``qkv_weight_interleaved``; not yet with fewer groups than heads, nor across), or all of q, then k, then
-      v.
+    * ``fuse_qkv_params``: False keeps ``query_weight``, ``key_weight``, ``value_weight`` apart (but ``query_layer`` has one ``weight``, as
+      in Transformer Engine); True makes one ``weight``. Its rows then go group by group, each the h / g queries' heads, the key's and the
+      value's (``qkv_weight_interleaved``; across: each k, v), or all of q, then k, then v.
+    * ``qk_norm_type``: "L2Normalization", "RMSNorm" or "LayerNorm" of each query's and each key's d features, with ``qk_norm_eps``:
+      children ``q_norm``, ``k_norm``, their parameters (d,) in ``params_dtype``. It comes after the rotary embedding, or before it
+      (``qk_norm_before_rope``).
     * ``init_method``, ``output_layer_init_method``: for the projections in and out.
     * ``return_bias``: proj's bias is returned, not added. ``return_layernorm_output``: also return norm(x).
     * ``rotary_pos_interleaved``: how ``rotary_pos_emb`` pairs features, see ``RotaryPositionEmbedding``.
     * ``attention_dropout``, ``attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``qkv_format``: as
       ``DotProductAttention`` (child ``core_attention``). Others as ``Linear`` and ``LayerNormLinear``.
+    * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
     """
 
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None, attention_dropout: float = 0.1,
@@ -51,78 +60,94 @@ class MultiheadAttention(torch.nn.Module):
                  input_layernorm: bool = False, attention_type: str = "self", fuse_qkv_params: bool = False,
                  zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, rotary_pos_interleaved: bool = False,
                  bias: bool = True, normalization: str = "LayerNorm", device: Any = None, qkv_format: str = "sbhd",
-                 name: str | None = None, softmax_type: str = "vanilla", **other: Any) -> None:
+                 name: str | None = None, softmax_type: str = "vanilla", qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6,
+                 qk_norm_before_rope: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
+                 **other: Any) -> None:
         super().__init__()
         op = "MultiheadAttention"
         refuse(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
+        positive(op, **{n: v for n, v in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)) if v is not None})
         if kv_channels is None and hidden_size % num_attention_heads:
             raise Fp8kitError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels given"))
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         core = DotProductAttention(
             num_attention_heads, channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, window_size,
-            bottom_right_diagonal, layer_number=layer_number, attention_type=attention_type, softmax_type=softmax_type, device=device)
-        self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)  # weights kept apart are always joined as q, k, v
-        if self._interleaved and (core.num_gqa_groups != num_attention_heads or attention_type == "cross"):
-            only(op, {"qkv_weight_interleaved": (qkv_weight_interleaved, False)})
-        q, kv = num_attention_heads * channels, core.num_gqa_groups * channels
-        split = {"query": q, "key": kv, "value": kv}
-        shared: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device,
-                                  "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+            bottom_right_diagonal, layer_number=layer_number, attention_type=attention_type, softmax_type=softmax_type,
+            device=device)
+        cross, groups = attention_type == "cross", core.num_gqa_groups
         self.input_layernorm, self.return_bias = bool(input_layernorm), bool(return_bias)
         self.return_layernorm_output, self.name, self.layer_number = bool(return_layernorm_output), name, layer_number
         self.attention_type, self.rotary_pos_interleaved = attention_type, bool(rotary_pos_interleaved)
+        self.qk_norm_before_rope = bool(qk_norm_before_rope)
         if self.return_layernorm_output and not self.input_layernorm:
             raise Fp8kitError(expected(op, "return_layernorm_output", True, "input_layernorm=True beside it"))
+        self.q_norm, self.k_norm = _qk_norms(op, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
+        self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)  # weights kept apart are always joined as q, k, v
+        # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want rows of one head.
+        self._apart = self.q_norm is not None or (self._interleaved and (cross or groups != num_attention_heads))
 
-        def sized(parts: tuple[str, ...]) -> dict[str, Any]:
+        q, kv = num_attention_heads * channels, groups * channels
+        split = {"query": q, "key": kv, "value": kv}
+        shared: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device,
+                                  "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+
+        def sized(child: str, *parts: str) -> dict[str, Any]:
             sizes = {part: split[part] for part in parts}
-            return {"out_features": sum(sizes.values()), "init_method": init_method, "parameters_split": None if fuse_qkv_params else sizes}
+            whole = fuse_qkv_params or child == "query_layer"
+            return {"out_features": sum(sizes.values()), "init_method": init_method, "parameters_split": None if whole else sizes,
+                    "name": None if name is None else f"{name}.{child}"} | shared
 
-        def plain(*parts: str) -> Linear:
-            return Linear(hidden_size, **sized(parts), **shared)
-
-        def normed(*parts: str) -> LayerNormLinear:
-            return LayerNormLinear(hidden_size, eps=layernorm_epsilon, normalization=normalization,
-                                   zero_centered_gamma=zero_centered_gamma, **sized(parts), **shared)
-
-        cross = attention_type == "cross"
         self._first = {(False, False): "qkv", (False, True): "layernorm_qkv", (True, False): "query_layer",
                        (True, True): "layernorm_query"}[cross, self.input_layernorm]
-        setattr(self, self._first, (normed if self.input_layernorm else plain)(*(("query",) if cross else ("query", "key", "value"))))
-        self.key_value: Linear | None = plain("key", "value") if cross else None
+        first = sized(self._first, *(("query",) if cross else split))
+        if self.input_layernorm:
+            first |= {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+        setattr(self, self._first, (LayerNormLinear if self.input_layernorm else Linear)(hidden_size, **first))
+        self.key_value: Linear | None = Linear(hidden_size, **sized("key_value", "key", "value")) if cross else None
         self.core_attention = core
-        self.proj = Linear(q, hidden_size, init_method=output_layer_init_method, **shared)
+        self.proj = Linear(q, hidden_size, init_method=output_layer_init_method, name=None if name is None else f"{name}.proj", **shared)
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, encoder_output: Tensor | None = None,
                 attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
-                is_first_microbatch: bool | None = None, *, rotary_pos_emb: Any = None, **other: Any) -> Any:
+                is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
+                inference_params: InferenceParams | None = None,
+                rotary_pos_emb: Any = None, **options: Any) -> Any:
         """Attend.
 
         * ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd". ``encoder_output``: likewise, with "cross" and only
           there.
+        * ``checkpoint_core_attention``: what the core attention saves for backward is computed once more there, the same bits.
+        * ``inference_params``: handed to the core attention; its ``rope_starts(batch)``, int32 (b,), are the positions at which
+          ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), where the sequences of "thd" do if nothing else says so.
         * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys, which are turned by them.
-        * ``attention_mask``, ``attn_mask_type`` and the other options of ``DotProductAttention.forward``: as there.
+        * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the other ``options`` of ``DotProductAttention.forward``: as there.
 
         Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``).
         """
         op = "MultiheadAttention"
-        options = {name: other.pop(name) for name in CORE_OPTIONS if name in other}
-        refuse(op, FORWARD[op], other)
-        bias = "add" if self.proj.use_bias and not self.return_bias else "none"
-        options.update(attention_mask=attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
-                       bottom_right_diagonal=bottom_right_diagonal)
+        known_options(op, options)
         x = want_input(op, "hidden_states", hidden_states, self.proj.out_features)
-        out = self.branch(x, is_first_microbatch, bias, options, encoder_output, rotary_pos_emb, return_norm=self.return_layernorm_output)
+        bias = "add" if self.proj.use_bias and not self.return_bias else "none"
+        options = options | {"attention_mask": attention_mask, "attn_mask_type": attn_mask_type, "window_size": window_size,
+                    "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
+        out = self.branch(x, is_first_microbatch, bias, options, encoder_output, rotary_pos_emb, checkpoint_core_attention,
+                          return_norm=self.return_layernorm_output)
         parts: list[Any] = [out["y"]]
         if self.return_bias:
-            parts.append(self.proj.bias)
+            parts.append(self.proj_bias)
         if self.return_layernorm_output:
             parts.append(out["normed"])
         return tuple(parts) if len(parts) > 1 else parts[0]
 
+    @property
+    def proj_bias(self) -> Tensor | None:
+        """The output projection's bias, None where there is none."""
+        return self.proj.bias
+
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any],
-               encoder_output: Tensor | None = None, rotary_pos_emb: Any = None, residual: bool = False,
+               encoder_output: Tensor | None = None,
+               rotary_pos_emb: Any = None, checkpoint_core: bool = False, residual: bool = False,
                return_norm: bool = False) -> dict[str, Tensor]:
         """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``); ``bias``: proj's; ``options``: the
         core attention's."""
@@ -130,6 +155,7 @@ class MultiheadAttention(torch.nn.Module):
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "a tensor") if cross else ("a tensor", "None")
             raise Fp8kitError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
+        source = None if self.key_value is None else want_input(op, "encoder_output", encoder_output, self.key_value.in_features)
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:
             out = first.branch(x, is_first_microbatch, first.bias_mode, residual, return_norm)
@@ -137,13 +163,38 @@ class MultiheadAttention(torch.nn.Module):
         else:
             y = first.branch(x, is_first_microbatch, first.bias_mode)
         layers: dict[str, Tensor] = {"query_layer" if cross else "qkv_layer": y}
-        if self.key_value is not None:
-            source = want_input(op, "encoder_output", encoder_output, self.key_value.in_features)
+        if self.key_value is not None and source is not None:
             layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
+        if self._apart:
+            layers = self._split(layers)
+        if self.qk_norm_before_rope:
+            layers = self._normed(layers)
         if rotary_pos_emb is not None:
             layers = self._turned(layers, rotary_pos_emb, options)
-        o = self.core_attention(**layers, qkv_interleave_dim=-2 if self._interleaved else -3, **options)
-        return {**out, "y": self.proj.branch(o, is_first_microbatch, bias)}
+        if not self.qk_norm_before_rope:
+            layers = self._normed(layers)
+        given = {**layers, **options, "qkv_interleave_dim": -2 if self._interleaved and not self._apart else -3}
+        o = checkpoint(self.core_attention, use_reentrant=False, **given) if checkpoint_core else self.core_attention(**given)
+        return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}
+
+    def _split(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Queries, keys and values, each (..., heads, d)."""
+        core = self.core_attention
+        heads, groups, found = {"q": core.num_attention_heads, "k": core.num_gqa_groups, "v": core.num_gqa_groups}, core.num_gqa_groups, {}
+        for name, layer in layers.items():
+            if name == "query_layer" and self.q_norm is None:
+                found[name] = layer
+                continue
+            parts = tuple([(_LAYERS[part], heads[part]) for part in _PARTS[name]])
+            repeated = self._interleaved and name != "query_layer"
+            found |= run("split_heads", spec_for("SplitHeadsSpec", parts, core.kv_channels, groups if repeated else 1), {"x": layer})
+        return found
+
+    def _normed(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Queries and keys normalised where there are norms for it."""
+        if self.q_norm is None or self.k_norm is None:
+            return dict(layers)
+        return {**layers, "query_layer": self.q_norm(layers["query_layer"]), "key_layer": self.k_norm(layers["key_layer"])}
 
     def _turned(self, layers: Mapping[str, Tensor], rotary_pos_emb: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """The projections with queries and keys turned by their positions; values as they are."""
@@ -153,20 +204,57 @@ class MultiheadAttention(torch.nn.Module):
             raise Fp8kitError(expected(op, "rotary_pos_emb", f"{len(pair)} tensors", "one, or a pair for queries and keys"))
         heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         turn = {"q": (heads, dim, "freqs"), "k": (groups, dim, "freqs" if pair[0] is pair[1] else "k_freqs"), "v": (groups, dim, "")}
-        found = {}
+        found, inference_params = dict(layers), options.get("inference_params")
         for name, layer in layers.items():
-            parts = {"query_layer": "q", "kv_layer": "kv", "qkv_layer": "qkv"}[name]
+            parts = _PARTS[name]
+            if parts == "v":
+                continue
+            segments = tuple([turn[part] for part in parts])
             inputs: dict[str, Tensor | None] = {"x": layer}
             for part, freqs in zip("qk", pair, strict=True):
                 if part in parts:
-                    inputs[turn[part][2]] = angles(op, "rotary_pos_emb", freqs, layer.device)
+                    turns = angles(op, "rotary_pos_emb", freqs, layer.device)
+                    if inference_params is not None and turns.shape[0] < inference_params.max_seqlen_kv:
+                        wanted = f"at least the {inference_params.max_seqlen_kv} of the longest sequence in the cache"
+                        raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
+                    inputs[turn[part][2]] = turns
             if core.qkv_format == "thd":
-                side = "kv" if name == "kv_layer" else "q"
-                starts = options.get(f"cu_seqlens_{side}_padded")
-                starts = options.get(f"cu_seqlens_{side}") if starts is None else starts
+                starts = sequence_starts(op, options, "q" if "q" in parts else "kv")
+                if starts is None and inference_params is not None:
+                    starts = inference_params.cu_seqlens_q
                 if starts is not None:
                     inputs["cu_seqlens"] = starts.to(layer.device)
-            segments = tuple([turn[part] for part in parts])
-            spec = spec_for("RopeSpec", segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved)
+            if inference_params is not None:
+                lengths = inputs.get("cu_seqlens")
+                batch = layer.shape[core.qkv_format.index("b")] if lengths is None else lengths.shape[0] - 1
+                inputs["start_positions"] = inference_params.rope_starts(batch).to(layer.device)
+            spec = spec_for("RopeSpec", segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
             found[name] = run("rope", spec, inputs)["y"]
         return found
+
+
+def known_options(operation: str, given: Iterable[str]) -> None:
+    """TypeError for a name that is not in ``CORE_OPTIONS``."""
+    for name in given:
+        if name not in CORE_OPTIONS:
+            raise TypeError(f"{operation}: unexpected argument {name!r}")
+
+
+def sequence_starts(operation: str, options: Mapping[str, Any], side: str) -> Tensor | None:
+    """Where the sequences of "thd" start, int32 (b + 1,): ``cu_seqlens_*_padded`` of a side, "q" or "kv", or else its ``cu_seqlens_*``."""
+    for name in (f"cu_seqlens_{side}_padded", f"cu_seqlens_{side}"):
+        if options.get(name) is not None:
+            return options[name]
+    return None
+
+
+def _qk_norms(operation: str, kind: str | None, features: int, eps: float, params_dtype: torch.dtype | None,
+              device: Any) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """The norms of queries and keys; the one without parameters is the same for both."""
+    if kind is None:
+        return None, None
+    if one_of(operation, "qk_norm_type", kind, QK_NORMS) == "L2Normalization":
+        norm = L2Normalization(eps=eps)
+        return norm, norm
+    norms = [(RMSNorm if kind == "RMSNorm" else LayerNorm)(features, eps, params_dtype=params_dtype, device=device) for _ in range(2)]
+    return norms[0], norms[1]

@@ -11,11 +11,15 @@ from torch import Tensor
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit.ops.kv_steps import cached_mask
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
 from fp8kit_torch.draws import next_rng
+from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.module import ParameterModule
+from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.views import kind_of
 
 _ALIASES = ("padding,causal", "causal,padding")
 _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
@@ -51,7 +55,7 @@ class DotProductAttention(ParameterModule):
       ``bottom_right_diagonal``: see ``fp8kit.ops.attention_spec.AttentionSpec``.
     * ``softmax_scale``: None is 1 / sqrt(d). ``softmax_type``: "vanilla"; "off-by-one": exp(0) joins the denominator; "learnable":
       exp(softmax_offset[h]) does, a float32 parameter (h,) that starts at 0. ``device``: where that lies.
-    * ``layer_number``, ``name``: kept, for the user.
+    * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
 
     ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit_torch.arguments``).
     """
@@ -94,7 +98,7 @@ class DotProductAttention(ParameterModule):
                 window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
                 checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
                 core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
-                inference_params: Any = None, pad_between_seqs: bool | None = None, *, qkv_layer: Tensor | None = None,
+                inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None, *, qkv_layer: Tensor | None = None,
                 kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3, **other: Any) -> Tensor:
         """Attend. Arguments that have a twin in the constructor override it.
 
@@ -109,11 +113,26 @@ class DotProductAttention(ParameterModule):
         * ``core_attention_bias_type``: "no_bias"; "pre_scale_bias" or "post_scale_bias" with ``core_attention_bias`` h (1 | b, 1 | h,
           1 | s_q, s_kv), differentiable; "alibi", with ``alibi_slopes`` float32 (h,) or (b, h), or the paper's.
         * ``fast_zero_fill``: accepted; outputs of no row are always 0.
+        * ``checkpoint_core_attention``: what is saved for backward is computed once more there, the same bits.
+        * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend over their whole sequences.
+          The step says the lengths, so cu_seqlens and padding masks are not given (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no
+          "arbitrary" mask, no cross attention, no gradient.
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
         op = "DotProductAttention"
-        refuse(op, FORWARD[op], {"checkpoint_core_attention": checkpoint_core_attention, "inference_params": inference_params, **other})
+        refuse(op, FORWARD[op], other)
+        if checkpoint_core_attention:
+            options = {
+                "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+                "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type, "window_size": window_size,
+                "bottom_right_diagonal": bottom_right_diagonal, "core_attention_bias_type": core_attention_bias_type,
+                "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "inference_params": inference_params,
+                "pad_between_seqs": pad_between_seqs, "qkv_layer": qkv_layer, "kv_layer": kv_layer,
+                "qkv_interleave_dim": qkv_interleave_dim,
+            }  # fmt: skip
+            return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, **options)
         form = self.qkv_format if qkv_format is None else one_of(op, "qkv_format", qkv_format, FORMATS)
         mask = self.attn_mask_type if attn_mask_type is None else one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
         bias = one_of(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
@@ -145,18 +164,42 @@ class DotProductAttention(ParameterModule):
             inputs["softmax_offset"] = self.softmax_offset
         if pad_between_seqs is not None and pad_between_seqs != (cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None):
             raise Fp8kitError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
-        longest = (0, 0)
-        if form == "thd":
+        longest, operation = (0, 0), "attention"
+        channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
+        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
+        if inference_params is not None:
+            mask, corner, operation = self._check_cached(mask, bias, inputs), None, "cached_attention"
+            first = next(iter(inputs.values()))
+            leading = tuple(first.shape[: 1 if form == "thd" else 2])
+            step, longest = inference_params.inputs(op, self.layer_number, form, leading, self.num_gqa_groups, (channels, channels_v),
+                                                    kind_of(first.dtype))
+            inputs.update(step)
+        elif form == "thd":
             longest = (_longest(op, "q", max_seqlen_q, inputs), _longest(op, "kv", max_seqlen_kv, inputs))
         dropout = self.attention_dropout if self.training else 0.0
         if dropout:
             inputs["rng"] = next_rng(device)
-        channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, 0)
         window = self.window_size if window_size is None else _window(op, window_size)
-        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
         spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                         get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        return run("attention", spec, inputs)["o"]
+        o = run(operation, spec, inputs)["o"]
+        if inference_params is not None:
+            inference_params.stepped(self.layer_number)
+        return o
+
+    def _check_cached(self, mask: str, bias: str, inputs: dict[str, Tensor]) -> str:
+        """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
+        op, why = "DotProductAttention", "with inference_params, whose step says the lengths"
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("fp8kit_torch: inference_params is not supported within torch.compile")
+        if self.attention_type == "cross":
+            raise Fp8kitError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
+        if bias not in ("no_bias", "alibi"):
+            raise Fp8kitError(expected(op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"))
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
+            if name in inputs:
+                raise Fp8kitError(expected(op, name, "a tensor", f"None {why}"))
+        return cached_mask(op, mask)
 
 
 def _slopes(heads: int, device: torch.device) -> Tensor:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
 from fp8kit_torch.module import ParameterModule, autocast_dtype, want_input
+from fp8kit_torch.specs import spec_for
 from fp8kit_torch.texts import encode
 
 
@@ -70,3 +71,20 @@ class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019). Arguments as ``LayerNorm``; no bias."""
 
     normalization = "RMSNorm"
+
+
+class L2Normalization(torch.nn.Module):
+    """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
+
+    ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of here.
+    """
+
+    def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
+        super().__init__()
+        self.eps = float(eps)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype."""
+        if not inp.ndim:
+            raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))
+        return run("norm", spec_for("L2NormSpec", inp.shape[-1], "L2Normalization", self.eps), {"x": inp})["y"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8kit.arrays import ArrayView
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_mlp import ACTIVATIONS, NormMLPSpec
+from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
 from fp8kit_torch.calibration import activated, amax_of
@@ -24,7 +24,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     * ``hidden_size`` H, ``ffn_hidden_size`` F. Parameters ``layer_norm_weight``, ``layer_norm_bias`` (H,), ``fc1_weight`` (F, H),
       ``fc1_bias`` (F,), ``fc2_weight`` (H, F), ``fc2_bias`` (H,); with a gated activation fc1 has 2 F rows: the gate's half first.
-    * ``activation``: one of ``fp8kit.ops.norm_mlp.ACTIVATIONS``.
+    * ``activation``: "gelu" (tanh form), "qgelu", "relu", "silu", "srelu"; gated: "geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu",
+      "clamped_swiglu". Formulas: ``fp8kit.backends.activation``. ``activation_params``: of "clamped_swiglu", a mapping of "limit" (7.0),
+      "alpha" (1.702), "glu_linear_offset" (1.0); None is the defaults.
+    * ``checkpoint``: of the activations only the input is kept for backward, which computes norm, fc1 and activation once more, but not
+      fc2: the same bits, less memory.
     * ``init_method``, ``output_layer_init_method``: for fc1's and fc2's weight; None is normal(0, 0.023).
     * ``return_bias``: fc2's bias is returned, not added. ``return_layernorm_output``: also return norm(x). Others as ``LayerNormLinear``.
     """
@@ -36,28 +40,28 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,
                  return_bias: bool = False, get_rng_state_tracker: Any = None, tp_group: Any = None, tp_size: int = 1,
                  init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
-                 activation_params: Any = None, output_layer_init_method: Init | None = None, fuse_wgrad_accumulation: bool = False,
-                 params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
+                 activation_params: Mapping[str, float] | None = None, output_layer_init_method: Init | None = None,
+                 fuse_wgrad_accumulation: bool = False, params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
                  return_layernorm_output_gathered: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
                  set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Any = None, *, name: str | None = None,
-                 **other: Any) -> None:
+                 checkpoint: bool = False, **other: Any) -> None:
         super().__init__()
         op = "LayerNormMLP"
         # seq_length, micro_batch_size and set_parallel_mode prepare kernels or groups elsewhere: nothing depends on them here
         refuse(op, CONSTRUCTOR[op], {
             "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
             "get_rng_state_tracker": get_rng_state_tracker,
-            "activation_params": activation_params, "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
+            "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
         })  # fmt: skip
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        if activation not in ACTIVATIONS:
-            raise Fp8kitError(expected(op, "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
+        numbers = activation_numbers(op, activation, activation_params)
         self.hidden_size, self.ffn_hidden_size, self.name, self.activation = hidden_size, ffn_hidden_size, name, activation
+        self.checkpoint = bool(checkpoint)
         self.use_bias, self.return_bias, self.return_layernorm_output = bool(bias), bool(return_bias), bool(return_layernorm_output)
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
         norm = NormSpec(hidden_size, normalization, float(eps), bool(zero_centered_gamma))
         add_norm(self, "layer_norm_", norm, params_dtype, device)
-        rows = ACTIVATIONS[activation] * ffn_hidden_size
+        rows = ACTIVATIONS[activation].parts * ffn_hidden_size
         self.add_parameter("fc1_weight", (rows, hidden_size), init_method or normal_init, params_dtype, device)
         if bias:
             self.add_parameter("fc1_bias", (rows,), torch.nn.init.zeros_, params_dtype, device)
@@ -70,7 +74,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.register_parameter("fc2_bias", None)
         fc1 = ProductSpec(hidden_size, (rows,), bias="deferred" if bias else "none", prefix="fc1_")
         fc2 = ProductSpec(ffn_hidden_size, (hidden_size,), bias="add" if bias else "none", prefix="fc2_")
-        self.set_spec(NormMLPSpec(norm, fc1, fc2, activation))
+        self.set_spec(NormMLPSpec(norm, fc1, fc2, activation, activation_params=numbers, recompute=bool(checkpoint)))
 
     def weight_inputs(self) -> dict[str, Tensor]:
         return {"fc1_weight0": self.fc1_weight, "fc2_weight0": self.fc2_weight}
@@ -80,7 +84,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         amax_of(outputs["normed"], amaxes[0])
         amax_of(inputs["fc1_weight0"], amaxes[1])
         amax_of(inputs["fc2_weight0"], amaxes[4])
-        activated(outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0"), self.ffn_hidden_size, self.activation, amaxes[3])
+        activated(outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0"), self._spec, amaxes[3])
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""

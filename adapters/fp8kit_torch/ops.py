@@ -205,6 +205,8 @@ def _(scales: Sequence[Tensor], inverses: Sequence[Tensor], histories: Sequence[
     return None
 
 
+MUTATING = ("cached_attention",)  # change an input, have no gradient, and are called eagerly only
 OPS, BACKWARD_OPS = {}, {}
 for _name in OPERATIONS:
-    OPS[_name], BACKWARD_OPS[_name] = make(_name)
+    if _name not in MUTATING:
+        OPS[_name], BACKWARD_OPS[_name] = make(_name)

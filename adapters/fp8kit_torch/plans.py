@@ -25,6 +25,7 @@ from fp8kit.errors import BackendError, FormatError, expected
 from fp8kit.formats import DType, float32
 from fp8kit.ops.linear import weight_cast
 from fp8kit.ops.products import product_of
+from fp8kit.ops.split_heads import split_heads
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch.texts import OPERATIONS, decode, encode
@@ -90,6 +91,8 @@ class Call:
             return tuple(name for name in metas if not name.endswith("_amax"))
         if self.operation.name in _OUTPUTS:
             return _OUTPUTS[self.operation.name]
+        if self.operation is split_heads:
+            return tuple(part for part, _ in self.spec.parts)
         further = {"normed": "return_norm", "residual": "residual"}
         return ("y", *(name for name, flag in further.items() if getattr(self.spec, flag, False)))
 

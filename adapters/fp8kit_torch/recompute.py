@@ -158,6 +158,8 @@ def checkpoint(
     for name, value, neutral in (("distribute_saved_activations", distribute_saved_activations, False), ("tp_group", tp_group, None)):
         if value not in (neutral, None):
             raise Fp8kitError(expected("checkpoint", name, value, f"{neutral}: there is no tensor parallelism yet"))
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("fp8kit_torch: checkpoint is not supported within torch.compile, whose partitioner decides what is kept")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     around = _Around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)

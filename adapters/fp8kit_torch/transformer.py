@@ -1,7 +1,8 @@
-"""``TransformerLayer``: self attention and MLP, each with its norm, its residual and its dropout."""
+"""``TransformerLayer``: attention and MLP, each with its norm, its residual and its dropout."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,66 +10,105 @@ from torch import Tensor
 
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, only, positive, refuse
-from fp8kit_torch.attention import CORE_OPTIONS, MultiheadAttention
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
+from fp8kit_torch.attention import MultiheadAttention, known_options, sequence_starts
+from fp8kit_torch.dot_product_attention import one_of
 from fp8kit_torch.draws import next_rng
+from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.module import Init, want_input
 from fp8kit_torch.norm import LayerNorm, RMSNorm
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.specs import spec_for
 
-_OWN = ("attention_mask", "attn_mask_type", "window_size", "bottom_right_diagonal")
+# what the attention across has in common with the layer's own
+_CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
+# whether a residual starts after a branch's norm -> its name among the branch's outputs, and how to ask for it
+_STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
 
 class TransformerLayer(torch.nn.Module):
     """One layer, norms before the branches ::
 
         a = x + dropout(self_attention(norm(x)))          child self_attention
+        a = a + dropout(inter_attention(norm(a), e))      child inter_attention, with layer_type "decoder" only
         y = a + dropout(mlp(norm(a)))                     child layernorm_mlp
 
     * ``hidden_size`` H, ``ffn_hidden_size``, ``num_attention_heads``, ``num_gqa_groups``, ``kv_channels``: as the children.
-    * ``hidden_dropout``: of both branches' outputs; ``attention_dropout``: of the attention weights; while training.
-    * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``rotary_pos_interleaved``: as
-      ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
-    * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the
-      attention's input is left out, and one of the layer's output added (child ``layernorm``).
+    * ``hidden_dropout``: of the branches' outputs; ``attention_dropout``: of the attention weights; while training.
+    * ``drop_path_rate``: probability q of dropping a whole sample from the self attention's and the MLP's output (after their dropout),
+      while training; what stays is divided by 1 - q. A sample is a sequence of the batch in each format (Transformer Engine takes the
+      first dimension, which is one only with "bshd"); the attention across is not dropped, as there.
+    * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``rotary_pos_interleaved``, ``qk_norm_type``,
+      ``qk_norm_eps``, ``qk_norm_before_rope``: as ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
+    * ``layer_type``: "encoder", or "decoder": e is ``encoder_output``, and ``enc_dec_attn_mask_type``, ``enc_dec_window_size``,
+      ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd", where nothing says how e's sequences lie.
+    * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the self
+      attention's input is left out (its residual starts at x then), and one of the layer's output added (child ``layernorm``).
+    * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of these two, for encoders.
     * ``init_method``, ``output_layer_init_method``: of qkv and fc1, of proj and fc2; None is normal(0, 0.023).
     * ``fuse_wgrad_accumulation``, ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``, ``bias``, ``activation``,
-      ``normalization``, ``layernorm_epsilon``, ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.
+      ``activation_params``, ``normalization``, ``layernorm_epsilon``, ``params_dtype``, ``device``, ``layer_number``, ``name``: as the
+      children.
+    * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
                  layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
                  init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
                  kv_channels: int | None = None, self_attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
-                 bottom_right_diagonal: bool | None = None, *, params_dtype: torch.dtype | None = None,
-                 fuse_wgrad_accumulation: bool = False, apply_residual_connection_post_layernorm: bool = False,
-                 output_layernorm: bool = False, fuse_qkv_params: bool = False, rotary_pos_interleaved: bool = False,
-                 zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, bias: bool = True, activation: str = "gelu",
+                 bottom_right_diagonal: bool | None = None, enc_dec_attn_mask_type: str = "no_mask",
+                 enc_dec_bottom_right_diagonal: bool | None = None, enc_dec_window_size: tuple[int, int] | None = None, *,
+                 params_dtype: torch.dtype | None = None, fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
+                 micro_batch_size: int | None = None,
+                 apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
+                 parallel_attention_mlp: bool = False, layer_type: str = "encoder", drop_path_rate: float = 0.0,
+                 fuse_qkv_params: bool = False, rotary_pos_interleaved: bool = False, zero_centered_gamma: bool = False,
+                 qkv_weight_interleaved: bool = True, bias: bool = True, activation: str = "gelu", activation_params: Any = None,
                  normalization: str = "LayerNorm", device: Any = None, attn_input_format: str = "sbhd", name: str | None = None,
+                 qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
                  softmax_type: str = "vanilla", **other: Any) -> None:
         super().__init__()
         op = "TransformerLayer"
         refuse(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
-        if not 0 <= hidden_dropout < 1:
-            raise Fp8kitError(expected(op, "hidden_dropout", hidden_dropout, "a probability in [0, 1)"))
-        if apply_residual_connection_post_layernorm and output_layernorm:
-            only(op, {"output_layernorm": (True, False)})
-        self.hidden_size, self.hidden_dropout = hidden_size, float(hidden_dropout)
-        self.layer_number, self.name = layer_number, name
+        for argument, p in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
+            if not 0 <= p < 1:
+                raise Fp8kitError(expected(op, argument, p, "a probability in [0, 1)"))
+        decoder = one_of(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
+        if decoder and attn_input_format == "thd":
+            raise Fp8kitError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
+        alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
+                 "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False)}
+        for argument, (value, usual) in alone.items():
+            if parallel_attention_mlp and value != usual:
+                raise Fp8kitError(expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp"))
+        self.hidden_size, self.hidden_dropout, self.drop_path_rate = hidden_size, float(hidden_dropout), float(drop_path_rate)
+        self.layer_number, self.name, self.layer_type, self.attn_input_format = layer_number, name, layer_type, attn_input_format
+        self.parallel_attention_mlp = bool(parallel_attention_mlp)
         self.apply_residual_connection_post_layernorm = bool(apply_residual_connection_post_layernorm)
         shared: dict[str, Any] = {"bias": bias, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
-                                  "params_dtype": params_dtype, "device": device, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        self.self_attention = MultiheadAttention(
-            hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method, output_layer_init_method,
-            layer_number, self_attn_mask_type, window_size, bottom_right_diagonal, num_gqa_groups=num_gqa_groups,
-            input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved,
-            qkv_format=attn_input_format, return_bias=True, rotary_pos_interleaved=rotary_pos_interleaved, softmax_type=softmax_type,
-            **shared)
+                                  "params_dtype": params_dtype, "device": device, "return_bias": not parallel_attention_mlp,
+                                  "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+
+        def attention(child: str, mask: str, window: tuple[int, int] | None, corner: bool | None, **more: Any) -> MultiheadAttention:
+            return MultiheadAttention(
+                hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method, output_layer_init_method,
+                layer_number, mask, window, corner, num_gqa_groups=num_gqa_groups, fuse_qkv_params=fuse_qkv_params,
+                qkv_weight_interleaved=qkv_weight_interleaved, qkv_format=attn_input_format, rotary_pos_interleaved=rotary_pos_interleaved,
+                softmax_type=softmax_type, qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps, qk_norm_before_rope=qk_norm_before_rope,
+                seq_length=seq_length, micro_batch_size=micro_batch_size, name=None if name is None else f"{name}.{child}",
+                **more, **shared)
+
+        self.self_attention = attention("self_attention", self_attn_mask_type, window_size, bottom_right_diagonal,
+                                        input_layernorm=not output_layernorm)
+        self.inter_attention: MultiheadAttention | None = None
+        if decoder:
+            self.inter_attention = attention("inter_attention", enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal,
+                                             input_layernorm=True, attention_type="cross")
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, layernorm_epsilon, return_bias=True, init_method=init_method, activation=activation,
-            output_layer_init_method=output_layer_init_method, **shared)
+            hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method, activation=activation,
+            activation_params=activation_params, output_layer_init_method=output_layer_init_method,
+            name=None if name is None else f"{name}.layernorm_mlp", **shared)
         self.layernorm: torch.nn.Module | None = None
         if output_layernorm:
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
@@ -76,32 +116,69 @@ class TransformerLayer(torch.nn.Module):
                                   device=device)
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, self_attn_mask_type: str | None = None,
-                window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, *,
-                is_first_microbatch: bool | None = None, rotary_pos_emb: Any = None, **other: Any) -> Tensor:
-        """``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd". ``self_attn_mask_type`` overrides the constructor's;
-        ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q`` and the other options of the attention: as ``MultiheadAttention.forward``.
-        ``is_first_microbatch``: see ``Linear``. Returns the same shape and dtype.
+                window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, encoder_output: Tensor | None = None,
+                enc_dec_attn_mask: Any = None, enc_dec_attn_mask_type: str | None = None,
+                enc_dec_window_size: tuple[int, int] | None = None, enc_dec_bottom_right_diagonal: bool | None = None,
+                is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
+                inference_params: InferenceParams | None = None,
+                rotary_pos_emb: Any = None, **options: Any) -> Tensor:
+        """Returns the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd".
+
+        * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal`` and their ``enc_dec_`` twins override the constructor's.
+        * ``encoder_output``: h, in the same format, of a decoder. ``enc_dec_attn_mask``: the ``attention_mask`` of the attention across, a
+          pair with a padding mask.
+        * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``, ``checkpoint_core_attention`` and the other
+          ``options``: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
+          and ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see ``Linear``.
         """
         op = "TransformerLayer"
-        options = {name: other.pop(name) for name in CORE_OPTIONS if name in other and name not in _OWN}
-        options.update(attention_mask=attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
-                       bottom_right_diagonal=bottom_right_diagonal)
-        refuse(op, FORWARD[op], other)
+        known_options(op, options)
         x = want_input(op, "hidden_states", hidden_states, self.hidden_size)
+        if self.inter_attention is not None and encoder_output is None:
+            raise Fp8kitError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))
+        for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):
+            if self.inter_attention is None and value is not None:
+                raise Fp8kitError(expected(op, name, "a tensor", "None with layer_type 'encoder'"))
+        own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
+               "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
+        first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
+        if self.parallel_attention_mlp:
+            bias = "add" if attention.proj.use_bias else "none"
+            out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, residual=True)
+            beside = mlp.branch(out["residual"], first, bias, residual=True)
+            both = run("add", spec_for("AddSpec"), {"a": out["y"], "b": beside["y"]})["y"]
+            return self._join(both, None, beside["residual"], own)
+
         post = self.apply_residual_connection_post_layernorm
-        stream = "normed" if post else "residual"
-        attention, mlp = self.self_attention, self.layernorm_mlp
         bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
-        out = attention.branch(x, is_first_microbatch, bias, options, None, rotary_pos_emb, residual=not post, return_norm=post)
-        a = self._join(out["y"], attention.proj.bias, out[stream])
-        out = mlp.branch(a, is_first_microbatch, bias, residual=not post, return_norm=post)
-        y = self._join(out["y"], mlp.fc2_bias, out[stream])
+        stream, ask = _STREAMS[post and attention.input_layernorm]
+        out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, **ask)
+        a = self._join(out["y"], attention.proj_bias, out[stream], own)
+        stream, ask = _STREAMS[post]
+        if self.inter_attention is not None:
+            across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
+            across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
+                       "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
+            out = self.inter_attention.branch(a, first, bias, across, encoder_output, None, checkpoint_core_attention, **ask)
+            a = self._join(out["y"], self.inter_attention.proj_bias, out[stream])
+        out = mlp.branch(a, first, bias, **ask)
+        y = self._join(out["y"], mlp.fc2_bias, out[stream], own)
         return y if self.layernorm is None else self.layernorm(y)
 
-    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """residual + dropout(branch + bias)."""
+    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: Mapping[str, Any] | None = None) -> Tensor:
+        """residual + dropout(branch + bias), samples dropped where ``paths`` are given: the options that say where those lie."""
         p = self.hidden_dropout if self.training else 0.0
-        if bias is not None:
-            bias = bias.detach().to(branch.dtype)
-        inputs = {"x": branch, "bias": bias, "residual": residual.to(branch.dtype), "rng": next_rng(branch.device) if p else None}
-        return run("dropout_add", spec_for("DropoutAddSpec", self.hidden_size, p, False), inputs)["y"]
+        rate = self.drop_path_rate if self.training and paths is not None else 0.0
+        residual = residual.to(branch.dtype)
+        joined = branch
+        if not rate or p or bias is not None:
+            inputs = {"x": branch, "bias": None if bias is None else bias.detach().to(branch.dtype), "residual": None if rate else residual,
+                      "rng": next_rng(branch.device) if p else None}
+            joined = run("dropout_add", spec_for("DropoutAddSpec", self.hidden_size, p, False), inputs)["y"]
+        if not rate or paths is None:
+            return joined
+        inputs = {"x": joined, "residual": residual, "rng": next_rng(branch.device)}
+        if self.attn_input_format == "thd":
+            starts = sequence_starts("TransformerLayer", paths, "q")
+            inputs["starts"] = None if starts is None else starts.to(branch.device)
+        return run("drop_path", spec_for("DropPathSpec", self.hidden_size, rate, self.attn_input_format), inputs)["y"]

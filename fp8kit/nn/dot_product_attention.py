@@ -15,12 +15,13 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.formats import float32
 from fp8kit.nn import random
-from fp8kit.nn.inference import InferenceParams, cached_mask
+from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
 from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_cache import cached_attention
+from fp8kit.ops.kv_steps import cached_mask
 from fp8kit.spec import Operation
 
 _ALIASES = ("padding,causal", "causal,padding")

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fp8kit import arrays
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import DType
-from fp8kit.nn.later import not_yet
-from fp8kit.nn.module import positive, resolve
-from fp8kit.ops.attention_spec import FORMATS
-
-_OP = "InferenceParams"
-_LEAST = 64  # positions that a cache is read up to at least; then powers of two, so that plans are found again
+from fp8kit.nn.module import resolve
+from fp8kit.ops.kv_steps import Steps
 
 
-class Cache(NamedTuple):
-    """One layer's keys h (pages, page size, g, d) and values (pages, page size, g, d_v)."""
-
-    k: ArrayView
-    v: ArrayView
-
-
-class InferenceParams:
+class InferenceParams(Steps):
     """A cache of keys and values for every layer of a model, and the sequences that are in it.
 
     Each step of generation is announced once, then run through the whole model::
@@ -59,225 +45,20 @@ class InferenceParams:
                  dtype: Any = None, head_dim_v: int | None = None, is_paged: bool = False, total_num_pages: int | None = None,
                  page_size: int | None = None, max_ctx_len: int | None = None, qkv_format: str = "bshd",
                  custom_cache_manager: object = None, *, device: Any = None) -> None:
-        not_yet(_OP, {"custom_cache_manager": (custom_cache_manager, None)})
-        positive(_OP, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
-        sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v, "max_ctx_len": max_ctx_len}
-        positive(_OP, **{name: size for name, size in sizes.items() if size is not None})
-        if qkv_format not in FORMATS:
-            raise Fp8kitError(expected(_OP, "qkv_format", repr(qkv_format), f"one of {', '.join(FORMATS)}"))
-        for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
-            if (value is None) == bool(is_paged):
-                raise Fp8kitError(expected(_OP, name, value, "a positive int with is_paged=True, None without"))
-        kind, self.device = resolve(_OP, dtype, device)
-        self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
-        self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v if head_dim_v else head_dim_k
-        self.dtype: DType | None = None if dtype is None else kind
-        self.is_paged, self.qkv_format = bool(is_paged), qkv_format
-        self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
-        # without pages, one page holds a whole sequence
-        self.total_num_pages = self.max_batch_size if total_num_pages is None else total_num_pages
-        self.page_size = self.max_sequence_length if page_size is None else page_size
-        positive(_OP, total_num_pages=self.total_num_pages, page_size=self.page_size)
-        self._caches: dict[int, Cache] = {}
-        self.reset()
+        kind, self.device = resolve("InferenceParams", dtype, device)
+        super().__init__(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, None if dtype is None else kind, head_dim_v,
+                         is_paged, total_num_pages, page_size, max_ctx_len, qkv_format, custom_cache_manager)
 
-    def reset(self) -> None:
-        """Forget all sequences. The caches' memory is kept."""
-        self.sequences: dict[Hashable, int] = {}
-        self._new: dict[Hashable, int] = {}
-        self._pages: dict[Hashable, list[int]] = {}  # in the step's order
-        self._free = list(range(self.total_num_pages))  # a heap
-        self._stepped: set[int | None] = set()  # layers that have taken the step
-        self._on_device: dict[str, ArrayView] = {}
+    def _empty(self, shape: Shape, dtype: DType) -> ArrayView:
+        return arrays.empty(shape, dtype, self.device)
 
-    # --- steps --------------------------------------------------------------------------------------------------------
+    def _upload(self, host: np.ndarray[Any, Any]) -> ArrayView:
+        return arrays.to(arrays.as_view(host), self.device)
 
-    def pre_step(self, step_dict: Mapping[Hashable, int]) -> dict[Hashable, int]:
-        """Announce a step: ``step_dict`` maps the id of each sequence of the batch, in the batch's order, to its number of new tokens.
+    def _part(self, whole: ArrayView, offset: int, shape: Shape) -> ArrayView:
+        return whole.slice(0, offset, int(np.prod(shape))).reshape(*shape)
 
-        Ids that are new begin; those of former steps that are not there are finished, and their room is free. Returns id -> length with the
-        new tokens. Raises ShapeError, with nothing changed, for more sequences, tokens or pages than there is room for.
-        """
-        if not isinstance(step_dict, Mapping) or not 0 < len(step_dict) <= self.max_batch_size:
-            got = f"{len(step_dict)} sequences" if isinstance(step_dict, Mapping) else type(step_dict).__name__
-            raise ShapeError(expected(_OP, "step_dict", got, f"a mapping of 1 to {self.max_batch_size} sequence ids to new tokens"))
-        lengths = {}
-        for name, count in step_dict.items():
-            positive(_OP, **{f"step_dict[{name!r}]": count})
-            if count > self.max_ctx_len:
-                raise ShapeError(expected(_OP, f"step_dict[{name!r}]", count, f"at most max_ctx_len = {self.max_ctx_len} new tokens"))
-            lengths[name] = self.sequences.get(name, 0) + int(count)
-            if lengths[name] > self.max_sequence_length:
-                wanted = f"at most {self.max_sequence_length} with the {self.sequences.get(name, 0)} there are: max_sequence_length"
-                raise ShapeError(expected(_OP, f"step_dict[{name!r}]", count, wanted))
-        self._hand_out(lengths)
-        self.sequences, self._new = lengths, {name: int(count) for name, count in step_dict.items()}
-        self._stepped = set()
-        self._send()
-        return dict(lengths)
-
-    def _hand_out(self, lengths: Mapping[Hashable, int]) -> None:
-        """Take back the pages of finished sequences, and give those of a step the lowest free ones for what is new. ShapeError, with
-        nothing changed, where there are too few."""
-        wanted = sum(-(-length // self.page_size) for length in lengths.values())
-        if wanted > self.total_num_pages:
-            got = f"{self.total_num_pages} pages of {self.page_size} tokens"
-            raise ShapeError(expected(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step"))
-        for name in [name for name in self._pages if name not in lengths]:
-            for page in self._pages.pop(name):
-                heapq.heappush(self._free, page)
-        had, self._pages = self._pages, {}
-        for name, length in lengths.items():
-            pages = self._pages[name] = had.get(name, [])
-            while len(pages) * self.page_size < length:
-                pages.append(heapq.heappop(self._free))
-
-    def _send(self) -> None:
-        """What the kernels read of the step to the device, in one copy."""
-        batch, width = len(self.sequences), -(-self.max_sequence_length // self.page_size)
-        new, totals = (np.array(list(counts.values()), np.int32) for counts in (self._new, self.sequences))
-        table = np.zeros((batch, width), np.int32)
-        for row, pages in zip(table, self._pages.values(), strict=True):
-            row[: len(pages)] = pages
-        parts = {"cu_seqlens_q": _sums(new), "cu_seqlens_kv": _sums(totals), "starts": totals - new, "pages": table}
-        whole = arrays.to(arrays.as_view(np.concatenate([part.ravel() for part in parts.values()])), self.device)
-        offset, self._on_device = 0, {}
-        for name, part in parts.items():
-            self._on_device[name] = whole.slice(0, offset, part.size).reshape(*part.shape)
-            offset += part.size
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences of the step."""
-        return len(self.sequences)
-
-    @property
-    def cu_seqlens_q(self) -> ArrayView:
-        """Running sums of the step's new tokens, int32 (batch + 1,) on the device."""
-        return self._sent("cu_seqlens_q")
-
-    @property
-    def cu_seqlens_kv(self) -> ArrayView:
-        """Running sums of the sequences' lengths, new tokens included, int32 (batch + 1,) on the device."""
-        return self._sent("cu_seqlens_kv")
-
-    @property
-    def max_seqlen_q(self) -> int:
-        """The most new tokens of a sequence in the step."""
-        return max(self._new.values(), default=0)
-
-    @property
-    def max_seqlen_kv(self) -> int:
-        """The longest sequence of the step, new tokens included."""
-        return max(self.sequences.values(), default=0)
-
-    def get_seqlens_pre_step(self) -> np.ndarray[Any, Any]:
-        """Lengths of the step's sequences without its new tokens: int32 (batch,), on the host."""
-        return np.array([length - self._new[name] for name, length in self.sequences.items()], np.int32)
-
-    def rope_starts(self, batch: int) -> ArrayView:
-        """Position of each sequence's first new token, int32 (batch,) on the device: ``start_positions`` of ``apply_rotary_pos_emb``.
-        ShapeError where ``batch`` is not the step's."""
-        starts = self._sent("starts")
-        if batch != self.batch_size:
-            raise ShapeError(expected(_OP, "batch", batch, f"{self.batch_size}, the sequences of the last pre_step"))
-        return starts
-
-    def _sent(self, name: str) -> ArrayView:
-        if not self._on_device:
-            raise Fp8kitError(expected(_OP, name, "no step", "pre_step before each step"))
-        return self._on_device[name]
-
-    # --- caches -------------------------------------------------------------------------------------------------------
-
-    def allocate_memory(self, layer_number: int) -> None:
-        """Make a layer's caches now instead of at its first step; nothing where it has them. Fp8kitError where ``num_heads_kv``,
-        ``head_dim_k`` or ``dtype`` were not given."""
-        for name in ("num_heads_kv", "head_dim_k", "dtype"):
-            if getattr(self, name) is None:
-                raise Fp8kitError(expected(_OP, name, None, "a value, where memory is made before a layer says its own"))
-        self._cache(_OP, layer_number, self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype)  # type: ignore[arg-type]
-
-    def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[ArrayView, ArrayView]:
-        """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in the step's order, 0 beyond a
-        sequence's length. Fp8kitError for a layer without caches."""
-        pages, totals = self._sent("pages"), self._sent("cu_seqlens_kv")
-        if layer_number not in self._caches:
-            raise Fp8kitError(expected(_OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"))
-        found = []
-        for cache in self._caches[layer_number]:
-            y = arrays.empty((self.batch_size, self.max_seqlen_kv, *cache.shape[2:]), cache.dtype, self.device)
-            dispatch.kernels(self.device).cache_gather(cache, y, pages, totals, "bshd", arrays.current_stream(self.device))
-            found.append(y)
-        return found[0], found[1]
-
-    def inputs(self, operation: str, layer_number: int | None, qkv_format: str, leading: arrays.Shape, groups: int, dims: tuple[int, int],
-               dtype: DType) -> tuple[dict[str, ArrayView], tuple[int, int]]:
-        """What ``ops.kv_cache`` wants beside the new q, k and v of a layer: its arrays, and (max_seqlen_q, max_seqlen_kv).
-
-        ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys and values. Makes the layer's
-        caches at its first step. Raises Fp8kitError kinds where the step is not the announced one.
-        """
-        self._sent("pages")
-        if isinstance(layer_number, bool) or not isinstance(layer_number, int):
-            raise Fp8kitError(expected(operation, "layer_number", layer_number, "an int, each layer its own, with inference_params"))
-        if layer_number in self._stepped:
-            wanted = "pre_step before each step, and a number of its own for each layer"
-            raise Fp8kitError(expected(operation, "layer_number", f"{layer_number} twice in a step", wanted))
-        if qkv_format != self.qkv_format:
-            raise Fp8kitError(expected(operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"))
-        tokens, longest = sum(self._new.values()), self.max_seqlen_q
-        if len(leading) != len(qkv_format) - 2:
-            raise ShapeError(expected(operation, "layers", f"leading dimensions {leading}", f"{len(qkv_format) - 2} of them, {qkv_format}"))
-        if qkv_format == "thd":
-            if leading[0] < tokens:
-                raise ShapeError(expected(operation, "tokens", leading[0], f"at least {tokens}, the new ones of pre_step"))
-        else:
-            rows, batch = leading if qkv_format == "sbhd" else leading[::-1]
-            if batch != self.batch_size or rows < longest:
-                wanted = f"batch {self.batch_size} and at least {longest} positions, as pre_step said"
-                raise ShapeError(expected(operation, "layers", f"batch {batch} and {rows} positions", wanted))
-        cache = self._cache(operation, layer_number, groups, *dims, dtype)
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "pages")
-        rows = min(self.max_ctx_len, _power_of_two(longest)) if qkv_format == "thd" else 0
-        columns = min(self.max_sequence_length, _power_of_two(max(_LEAST, self.max_seqlen_kv)))
-        return {"k_cache": cache.k, "v_cache": cache.v, **{name: self._on_device[name] for name in names}}, (rows, columns)
-
-    def stepped(self, layer_number: int | None) -> None:
-        """A layer has taken the announced step."""
-        self._stepped.add(layer_number)
-
-    def _cache(self, operation: str, layer_number: int, groups: int, dim: int, dim_v: int, dtype: DType) -> Cache:
-        """A layer's caches, made where it has none. ShapeError, FormatError where they are others than the layer wants."""
-        for name, got in (("num_heads_kv", groups), ("head_dim_k", dim), ("head_dim_v", dim_v)):
-            wanted = getattr(self, name)
-            if wanted not in (None, got):
-                raise ShapeError(expected(operation, name, got, f"{wanted} as inference_params"))
-        if self.dtype not in (None, dtype):
-            raise FormatError(expected(operation, "dtype", dtype, f"{self.dtype} as inference_params"))
-        found = self._caches.get(layer_number)
-        if found is None:
-            page = self.total_num_pages, self.page_size, groups
-            found = Cache(arrays.empty((*page, dim), dtype, self.device), arrays.empty((*page, dim_v), dtype, self.device))
-            self._caches[layer_number] = found
-        return found
-
-    def __repr__(self) -> str:
-        room = f"{self.total_num_pages} {'pages' if self.is_paged else 'sequences'} of {self.page_size} tokens"
-        return f"InferenceParams({room}, {self.qkv_format}, {self.device}, layers {sorted(self._caches)}, {self.sequences})"
-
-
-def cached_mask(operation: str, mask: str) -> str:
-    """The mask of new tokens over a cache that means what ``mask`` means over whole sequences. Fp8kitError for "arbitrary"."""
-    if mask == "arbitrary":
-        raise Fp8kitError(expected(operation, "attn_mask_type", repr(mask), "a causal or padding mask or no_mask, with inference_params"))
-    return "padding_causal_bottom_right" if "causal" in mask else "padding"
-
-
-def _sums(counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-
-
-def _power_of_two(n: int) -> int:
-    """The least power of two that is at least ``n``."""
-    return 1 << (n - 1).bit_length()
+    def _gather(self, cache: ArrayView, shape: Shape, pages: ArrayView, totals: ArrayView) -> ArrayView:
+        y = self._empty(shape, cache.dtype)
+        dispatch.kernels(self.device).cache_gather(cache, y, pages, totals, "bshd", arrays.current_stream(self.device))
+        return y

@@ -15,6 +15,7 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.formats import float32
 from fp8kit.ops.attention import AttentionSpec
 from fp8kit.ops.cross_entropy import CrossEntropySpec
+from fp8kit.ops.drop_path import DropPathSpec
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
 from fp8kit.ops.embedding import EmbeddingSpec
 from fp8kit.ops.linear import LinearSpec
@@ -24,6 +25,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.ops.rope import RopeSpec
+from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.recipe import DelayedScaling
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
@@ -38,6 +40,19 @@ def compiled(function, backend="aot_eager"):
 def test_autocast_around(device, kind, recipe):
     ours, native = twins(kind, device)
     same_steps(ours, native, compiled(ours), RECIPES[recipe], device, around=RECIPES[recipe])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "parallel_attention_mlp": True},
+        {"qk_norm_type": "L2Normalization", "activation": "clamped_swiglu", "activation_params": {"limit": 1.0}},
+    ],
+    ids=["parallel", "clamped"],
+)
+def test_variants(device, options):
+    ours, native = twins("TransformerLayer", device, **options)
+    same_steps(ours, native, compiled(ours), RECIPES["delayed"], device, around=RECIPES["delayed"])
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
@@ -176,6 +191,9 @@ def _operands(device):
         "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", (), False),
         "dropout_add": (DropoutAddSpec(16, 0.25), {"x": r(6, 16), "bias": r(16), "residual": r(6, 16),
                                                    "rng": torch.tensor([3, 4], device=device)}, "x bias residual", (), False),
+        "drop_path": (DropPathSpec(16, 0.25), {"x": r(3, 2, 16), "residual": r(3, 2, 16), "rng": torch.tensor([3, 4], device=device)},
+                      "x residual", (), False),
+        "split_heads": (SplitHeadsSpec((("q", 4), ("k", 2)), 8, 2), {"x": r(5, 2, 48)}, "x", (), False),
         "add": (AddSpec(), {"a": r(6, 16), "b": r(16)}, "a b", (), False),
         "rope": (RopeSpec(((2, 8, "freqs"),)), {"x": r(5, 2, 16), "freqs": r(5, 8)}, "x", (), False),
         "cross_entropy": (CrossEntropySpec(16), {"logits": r(6, 16), "targets": torch.arange(6, device=device)}, "logits", (), False),

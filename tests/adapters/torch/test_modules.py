@@ -41,7 +41,7 @@ def test_a_cpu_tensor_into_a_gpu_module():
         (lambda: ft.Linear(8, 8, ub_overlap_ag=True), "ub_overlap_ag"),
         (lambda: ft.LayerNormLinear(8, 8, tp_size=2), "tp_size"),
         (lambda: ft.LayerNormMLP(8, 8, delay_wgrad_compute=True), "delay_wgrad_compute"),
-        (lambda: ft.TransformerLayer(8, 8, 2, layer_type="decoder"), "layer_type"),
+        (lambda: ft.TransformerLayer(8, 8, 2, tp_size=2), "tp_size"),
         (lambda: ft.DotProductAttention(2, 4, cp_comm_type="a2a"), "cp_comm_type"),
         (lambda: ft.LayerNorm((2, 3)), "normalized_shape"),
         (lambda: ft.Linear(16, 16, device="cpu")(torch.ones(2, 16), fp8_output=True), "fp8_output"),

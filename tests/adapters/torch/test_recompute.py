@@ -10,6 +10,9 @@ from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits
 
+from .twins import RECIPES as ALL
+from .twins import batches, same, torch_step, twins
+
 K = 32
 RECIPES = {"delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "plain": None}
 
@@ -77,6 +80,49 @@ def test_same_bits(place, recipe, inside, how):
 def test_cached_weights_are_those_of_the_first_pass(place, how):
     for i, (a, b) in enumerate(zip(steps(place, "delayed", False, how, True), steps(place, "delayed", False, None, True), strict=True)):
         assert_same_bits(f"result {i}", a, b)
+
+
+@pytest.mark.parametrize("first", [None, True], ids=["plain", "cached"])
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_whole_layer(place, recipe, first):
+    plain, _ = twins("TransformerLayer", place, hidden_dropout=0.2)
+    other, _ = twins("TransformerLayer", place, hidden_dropout=0.2)
+    other.load_state_dict(plain.state_dict())
+
+    def again(x):
+        return checkpoint(other, x, is_first_microbatch=first)
+
+    for seed, x in enumerate(batches(place)):
+        torch.manual_seed(seed)
+        y, dx, grads, g = torch_step(plain, plain, ALL[recipe], x, torch.ones_like(x), is_first_microbatch=first)
+        torch.manual_seed(seed)
+        y2, dx2, grads2, _ = torch_step(other, again, ALL[recipe], x, g)
+        same(y2, y, "y")
+        same(dx2, dx, "dx")
+        for name, grad in grads.items():
+            same(grads2[name], grad, name)
+        for path, module in plain.named_modules():
+            if hasattr(module, "fp8_meta"):
+                same(other.get_submodule(path).get_extra_state(), module.get_extra_state(), path)
+
+
+def test_it_keeps_the_input_alone(place):
+    layer = LayerNormMLP(K, 64, device=place)
+    x = torch.randn(64, K, device=place, requires_grad=True)
+
+    def saved(function):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel() * t.element_size()) or t, lambda t: t):
+            function(x)
+        return sum(sizes)
+
+    assert saved(lambda x: checkpoint(layer, x)) <= x.numel() * 4 < saved(layer)
+
+
+def test_compiled_it_says_what_it_does_not_do(place):
+    layer = Linear(K, K, device=place)
+    with pytest.raises(Exception, match=r"checkpoint is not supported within torch\.compile"):
+        torch.compile(lambda x: checkpoint(layer, x), fullgraph=True, backend="aot_eager")(torch.randn(4, K, device=place))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

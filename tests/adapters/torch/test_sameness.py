@@ -9,9 +9,10 @@ import torch
 
 import fp8kit as fk
 from fp8kit import nn
+from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
-from .twins import KINDS, RECIPES, WIDTH, batches, native_step, same, same_state, same_steps, scope, torch_step, twins
+from .twins import KINDS, RECIPES, WIDTH, batches, native_step, numpy_of, same, same_state, same_steps, scope, torch_step, twins
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -40,12 +41,130 @@ def test_bfloat16(device, recipe):
         {"output_layernorm": True, "attn_input_format": "bshd"},
         {"fuse_qkv_params": True, "num_gqa_groups": 4, "window_size": (2, 0)},
         {"softmax_type": "off-by-one", "self_attn_mask_type": "no_mask", "zero_centered_gamma": True},
+        {"fuse_qkv_params": True},
+        {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "qk_norm_type": "RMSNorm", "qk_norm_before_rope": True},
+        {"qk_norm_type": "L2Normalization", "qk_norm_eps": 1e-4, "num_gqa_groups": 4},
+        {"parallel_attention_mlp": True, "qk_norm_type": "LayerNorm", "fuse_qkv_params": True},
+        {"output_layernorm": True, "apply_residual_connection_post_layernorm": True, "bias": False},
+        {"activation": "clamped_swiglu", "activation_params": {"limit": 1.0}, "seq_length": 5, "micro_batch_size": 3},
     ],
-    ids=["post", "output", "fused", "softmax"],
+    ids=["post", "output", "fused", "softmax", "groups", "norm before", "norm after", "parallel", "both", "clamped"],
 )
 def test_layer_variants(device, options):
     ours, native = twins("TransformerLayer", device, **options)
     same_steps(ours, native, ours, RECIPES["delayed"], device, around=RECIPES["delayed"])
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "block"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations(device, kind, recipe):
+    ours, native = twins("LayerNormMLP", device, activation=kind, activation_params={"limit": 0.5} if ACTIVATIONS[kind].params else None)
+    same_steps(ours, native, ours, RECIPES[recipe], device, around=RECIPES[recipe])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_mlp_computed_again(device, recipe):
+    plain, _ = twins("LayerNormMLP", device)
+    ours, native = twins("LayerNormMLP", device, checkpoint=True)
+    ours.load_state_dict(plain.state_dict())
+    native.load_state_dict({name: numpy_of(p) for name, p in ours.named_parameters()})
+    same_steps(ours, native, ours, RECIPES[recipe], device, around=RECIPES[recipe])
+    x, kept = torch.randn(64, WIDTH, device=device, requires_grad=True), {}
+    for module in (plain, ours):
+        sizes = kept[module] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel() * t.element_size()) or t, lambda t: t):
+            module(x)
+    assert sum(kept[ours]) < sum(kept[plain])
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed"])
+def test_decoder(device, recipe):
+    options = {"layer_type": "decoder", "fuse_qkv_params": True, "enc_dec_window_size": (2, 2)}
+    ours, native = twins("TransformerLayer", device, **options)
+    for x in batches(device):
+        memory = torch.randn(7, 3, WIDTH, device=device, requires_grad=True)
+        foreign = fk.tensor(numpy_of(memory), requires_grad=True, device=device)
+        y, dx, grads, g = torch_step(ours, ours, RECIPES[recipe], x, encoder_output=memory)
+        yn, dxn, gradsn = native_step(native, RECIPES[recipe], x, g, encoder_output=foreign)
+        for got, want, what in ((y, yn.view, "y"), (dx, dxn, "dx"), (memory.grad, foreign.grad, "dmemory")):
+            same(got, want, what)
+        for name, grad in grads.items():
+            same(grad, gradsn[name], name)
+        same_state(ours, native)
+    with pytest.raises(fk.errors.Fp8kitError, match="encoder_output"):
+        ours(x)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_drop_path_and_dropout(device, form, monkeypatch):
+    options = {"drop_path_rate": 0.4, "hidden_dropout": 0.25, "attention_dropout": 0.1, "attn_input_format": form}
+    ours, native = twins("TransformerLayer", device, self_attn_mask_type="padding_causal" if form == "thd" else "causal", **options)
+    drawn = [[5, i] for i in range(5)]  # one pair for the attention, and two for each branch
+
+    def draws(wrap):
+        numbers = iter(drawn)
+        return lambda place: wrap(next(numbers), place)
+
+    starts = {"cu_seqlens_q": [0, 3, 7, 15], "cu_seqlens_kv": [0, 3, 7, 15]} if form == "thd" else {}
+    own = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in starts.items()}
+    foreign = {name: fk.tensor(np.array(value, np.int32), device=device) for name, value in starts.items()}
+    for x in batches(device, shape=(15, WIDTH) if form == "thd" else (5, 3, WIDTH)):
+        ours_draws = draws(lambda pair, place: torch.tensor(pair, dtype=torch.int64, device=place))
+        for module in ("dot_product_attention", "transformer"):
+            monkeypatch.setattr(f"fp8kit_torch.{module}.next_rng", ours_draws)
+        monkeypatch.setattr(nn.random, "next_rng", draws(lambda pair, place: fk.tensor(np.array(pair, np.int64), device=device).view))
+        y, dx, grads, g = torch_step(ours, ours, RECIPES["delayed"], x, **own)
+        yn, dxn, gradsn = native_step(native, RECIPES["delayed"], x, g, **foreign)
+        same(y, yn.view, "y")
+        same(dx, dxn, "dx")
+        for name, grad in grads.items():
+            same(grad, gradsn[name], name)
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed"])
+def test_the_core_attention_computed_again(device, recipe):
+    kept, native = twins("TransformerLayer", device, attention_dropout=0.3, qk_norm_type="RMSNorm")
+    again, _ = twins("TransformerLayer", device, attention_dropout=0.3, qk_norm_type="RMSNorm")
+    again.load_state_dict(kept.state_dict())
+    for seed, x in enumerate(batches(device)):
+        torch.manual_seed(seed)
+        y, dx, grads, g = torch_step(kept, kept, RECIPES[recipe], x, torch.ones_like(x))
+        torch.manual_seed(seed)
+        y2, dx2, grads2, _ = torch_step(again, again, RECIPES[recipe], x, g, checkpoint_core_attention=True)
+        same(y2, y, "y")
+        same(dx2, dx, "dx")
+        for name, grad in grads.items():
+            same(grads2[name], grad, name)
+    assert len(list(native.parameters())) == len(grads)
+
+
+@pytest.mark.parametrize("paged", [{}, {"is_paged": True, "total_num_pages": 11, "page_size": 3}], ids=["whole", "paged"])
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+def test_a_growing_cache(device, form, paged):
+    options = {"attn_input_format": form, "fuse_qkv_params": True, "layer_number": 1,
+               "self_attn_mask_type": "padding_causal" if form == "thd" else "causal"}
+    ours, native = twins("TransformerLayer", device, **options)
+    angles = ft.RotaryPositionEmbedding(12, device=device)(24)
+    foreign = fk.tensor(numpy_of(angles), device=device)
+    caches = [door.InferenceParams(3, 24, qkv_format=form, device=device, **paged) for door in (ft, nn)]
+    for step in ({"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 2, "a": 1, "c": 7}, {"c": 1, "b": 1}):
+        longest, count = max(step.values()), len(step)
+        shape = {"sbhd": (longest, count, WIDTH), "bshd": (count, longest, WIDTH), "thd": (sum(step.values()), WIDTH)}[form]
+        x = torch.randn(shape, device=device)
+        lengths = [cache.pre_step(step) for cache in caches]
+        assert lengths[0] == lengths[1]
+        with torch.no_grad(), ft.autocast(recipe=RECIPES["current"]):
+            y = ours(x, inference_params=caches[0], rotary_pos_emb=angles)
+        with fk.no_grad(), fk.autocast(recipe=RECIPES["current"]):
+            yn = native(fk.tensor(numpy_of(x), device=device), inference_params=caches[1], rotary_pos_emb=foreign)
+        same(y, yn.view, step)
+        for got, want in zip(caches[0].convert_paged_to_nonpaged(1), caches[1].convert_paged_to_nonpaged(1), strict=True):
+            same(got, want, "cache")
+    with pytest.raises(fk.errors.Fp8kitError, match="pre_step before each step"):
+        ours(x, inference_params=caches[0])
+    caches[0].pre_step({"c": 1})
+    with pytest.raises(fk.errors.AutogradError, match="a gradient"):
+        ours(x[:1, :1] if form != "thd" else x[:1], inference_params=caches[0])
 
 
 def test_rotary_and_bias(device):
