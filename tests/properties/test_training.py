@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 import pytest
-from fp8kit.nn.scaling import FIELDS, ScalingState, update
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ import fp8kit as fk
 from fp8kit import arrays, nn, optim, recipe
 from fp8kit.arrays import CPU
 from fp8kit.errors import Fp8kitError
+from fp8kit.scaling import FIELDS, ScalingState, update
 from fp8kit.testing import assert_close, assert_same_bits
 from tests.properties.draws import HIGH, attempt, examples, host, seeds, shapes, thing, things, values
 
