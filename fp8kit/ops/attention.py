@@ -9,6 +9,7 @@ The kernels know padded batches only. Sequences that lie one after the other ("t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
-from fp8kit.ops.attention_spec import FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check, length_of
+from fp8kit.ops.attention_spec import FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check, check_starts, length_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 __all__ = ["FORMATS", "LAYOUTS", "MASKS", "Attention", "AttentionSpec", "attention"]
@@ -56,6 +57,8 @@ class Attention(Operation):
     * ``alibi_slopes``: float32 (h,) or (b, h), with "alibi". ``softmax_offset``: float32 (h,), with softmax type "learnable".
     * ``rng``: int64 (2,) seed and offset, where dropout > 0.
 
+    Batch, lengths and t may be 0: without keys o is 0, and where nothing is attended to or by, gradients are. Heads and features may not.
+
     Output ``o``: (s_q, b, h * d_v), as the projection wants it; rows beyond the true length, and tokens of no sequence, are 0. Saved:
     ``lse``, float32 (b, h, s_q), the rows' log-sum-exp. Gradients of q, k, v (in their layout), bias and softmax_offset.
 
@@ -72,18 +75,25 @@ class Attention(Operation):
         extras = check_extras(spec, metas, dense, kind)
         q = meta_of(metas, next(iter(layout))).shape
         outputs = {"o": Meta((*_leading(spec, q), spec.num_heads * spec.head_dim_v), kind)}
-        if not needs & {*layout, "bias", "softmax_offset"}:
+        grads = {n: meta_of(metas, n) for n in (*layout, "bias", "softmax_offset") if n in needs}
+        if not grads:
             return Signature(outputs)
+        if not attends(spec, metas):
+            return Signature(outputs, grads={n: Meta(meta.shape, meta.dtype, zero=True) for n, meta in grads.items()})
         return Signature(
             outputs,
             saved={"lse": Meta(lse_shape(dense), formats.float32)},
             kept=(*layout, "o", *extras),
-            grads={n: Meta(meta_of(metas, n).shape, meta_of(metas, n).dtype) for n in (*layout, "bias", "softmax_offset") if n in needs},
+            grads={n: Meta(meta.shape, meta.dtype) for n, meta in grads.items()},
         )
 
     def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         signature = self.infer(spec, metas, needs)
-        dense, kind = dense_of(spec, metas), signature.outputs["o"].dtype
+        dense, (o, kind, _) = dense_of(spec, metas), signature.outputs["o"]
+        if not attends(spec, metas):
+            size = math.prod(o)
+            workspace_of_sums = Meta((kernels.column_sum_workspace(0, size),), formats.uint8)
+            return Plan(spec, signature, kernels, {"nothing": Meta((0, size), kind), "workspace": workspace_of_sums} if size else {})
         shapes = [part.shape for part in dense.parts.values()]
         dbias = signature.grads["bias"].shape if "bias" in signature.grads else None
 
@@ -106,6 +116,11 @@ class Attention(Operation):
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         spec, dense = plan.spec, plan.extra
+        if dense is None:
+            out = _there(outputs["o"])
+            if out.size:  # tokens without keys: the sums of no rows are 0
+                plan.kernels.sum_rows(scratch["nothing"], out.reshape(out.size), scratch["workspace"], stream)
+            return
         q, k, v = _parts(dense, {name: unpacked(plan, inputs, inputs[name], name, scratch, stream) for name in dense.shapes})
         o = scratch["dense_o"] if spec.packed else outputs["o"]
         lse = saved["lse"] if plan.signature.saved else scratch["lse"]
@@ -116,6 +131,8 @@ class Attention(Operation):
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
         """Fill the gradients that are wanted. The cotangent of ``o`` has o's shape, C-contiguous."""
         spec, dense = plan.spec, plan.extra
+        if dense is None:
+            return
         q, k, v = _parts(dense, {name: unpacked(plan, kept, kept[name], name, scratch, stream) for name in dense.shapes})
         o = heads_apart(unpacked(plan, kept, kept["o"], "o", scratch, stream), dense)
         do = heads_apart(unpacked(plan, kept, cotangents["o"], "do", scratch, stream), dense)
@@ -197,6 +214,11 @@ def meta_of(metas: Metas, name: str) -> Meta:
     return meta
 
 
+def attends(spec: AttentionSpec, metas: Metas) -> bool:
+    """Whether there are queries and keys at all: no kernel is asked about arrays of nothing."""
+    return not any(0 in meta_of(metas, name).shape for name in LAYOUTS[spec.layout])
+
+
 def _leading(spec: AttentionSpec, shape: Shape) -> Shape:
     """The dimensions before the features: (s, b), (b, s) or (t,)."""
     return shape[: 1 if spec.packed else 2]
@@ -242,11 +264,11 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
         if dtype is not kind:
             raise FormatError(expected("attention", name, dtype, f"{kind} as the other inputs"))
         wanted = [(spec.width(parts),), *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else [])]
-        if len(shape) < dims + 1 or shape[dims:] not in wanted or 0 in shape:
+        if len(shape) < dims + 1 or shape[dims:] not in wanted:
             letters = {"s": "sequence", "b": "batch", "t": "tokens"}
             leading = ", ".join(letters[letter] for letter in spec.qkv_format[:dims])
             forms = " or ".join(f"({leading}, {', '.join(map(str, last))})" for last in wanted)
-            raise ShapeError(expected("attention", name, f"shape {shape}", f"{forms}, nothing empty"))
+            raise ShapeError(expected("attention", name, f"shape {shape}", forms))
         _, seen = rows.setdefault(_side(name), (name, shape[:dims]))
         if shape[:dims] != seen:
             raise ShapeError(expected("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v"))
@@ -257,8 +279,7 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
             raise ShapeError(expected("attention", "batch", f"{named}", "one batch size"))
         return kind
     lengths = meta_of(metas, "cu_seqlens_q").shape
-    if len(lengths) != 1 or lengths[0] < 2:
-        raise ShapeError(expected("attention", "cu_seqlens_q", f"shape {lengths}", "(batch + 1,)"))
+    check_starts("attention", "cu_seqlens_q", lengths, max(shape[0] for _, shape in rows.values()))
     if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
         raise ShapeError(expected("attention", "max_seqlen_kv", spec.max_seqlen_kv, f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv"))
     return kind

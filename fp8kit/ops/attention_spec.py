@@ -158,6 +158,13 @@ def check(spec: AttentionSpec) -> None:
         want(field, not spec.packed or getattr(spec, field) > 0, "at least 1, with qkv_format 'thd'")
 
 
+def check_starts(operation: str, name: str, shape: Shape, tokens: int) -> int:
+    """The sequences of running sums of that shape, (batch + 1,); ShapeError for another one, and for tokens of no sequence."""
+    if len(shape) != 1 or shape[0] < (2 if tokens else 1):
+        raise ShapeError(expected(operation, name, f"shape {shape}", "(batch + 1,)" + (", batch at least 1" if tokens else "")))
+    return shape[0] - 1
+
+
 def batch_of(qkv_format: str, shape: Shape) -> int:
     """Batches of an array of format sbhd or bshd."""
     return shape[qkv_format.index("b")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import int32, int64
-from fp8kit.ops.attention_spec import FORMATS, batch_of
+from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts
 from fp8kit.ops.product import want, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -31,8 +31,8 @@ class DropPathSpec:
 class DropPath(Operation):
     """y = residual + keep / (1 - p) * x, keep 0 or 1 for each sample: in the mean over the draws y = residual + x.
 
-    Inputs: x h, its shape as ``spec.format`` says; residual h like x; rng int64 [2]; starts int32 (b + 1,) with "thd". Output y. The
-    residual's gradient is y's own cotangent.
+    Inputs: x h, its shape as ``spec.format`` says, of no rows too; residual h like x; rng int64 [2]; starts int32 (b + 1,) with "thd".
+    Output y. The residual's gradient is y's own cotangent.
     """
 
     name = "drop_path"
@@ -40,17 +40,17 @@ class DropPath(Operation):
     def _check(self, spec: DropPathSpec, metas: Metas) -> tuple[Meta, int, int]:
         """x, and rows from one sample to the next, and samples."""
         x = want_rows(self.name, "x", metas, spec.features)
-        if len(x.shape) != len(spec.format) - 1 or 0 in x.shape:
-            raise ShapeError(expected(self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features, nothing empty"))
+        if len(x.shape) != len(spec.format) - 1:
+            raise ShapeError(expected(self.name, "x", f"shape {x.shape}", f"{', '.join(spec.format[:-2])} and the features"))
         want(self.name, "residual", metas, x.shape, x.dtype)
         want(self.name, "rng", metas, (2,), int64)
         starts = metas.get("starts")
-        if (starts is None) == (spec.format == "thd") or (starts is not None and (len(starts.shape) != 1 or starts.shape[0] < 2)):
+        if (starts is None) == (spec.format == "thd"):
             got = None if starts is None else f"shape {starts.shape}"
             raise ShapeError(expected(self.name, "starts", got, "int32 (batch + 1,) with 'thd', else None"))
         if starts is not None:
             want(self.name, "starts", metas, starts.shape, int32)
-            return x, 1, starts.shape[0] - 1
+            return x, 1, check_starts(self.name, "starts", starts.shape, x.shape[0])
         return x, x.shape[1] if spec.format == "bshd" else 1, batch_of(spec.format, x.shape)
 
     def infer(self, spec: DropPathSpec, metas: Metas, needs: frozenset[str]) -> Signature:
@@ -77,6 +77,8 @@ drop_path = DropPath()
 
 def _run(plan: Plan, x: ArrayView | None, residual: ArrayView | None, y: ArrayView | None, views: Views, stream: int) -> None:
     assert x is not None and y is not None
+    if not x.size:
+        return
     inner, count = plan.extra
     base = None if residual is None else residual.rows()
     plan.kernels.drop_path(x.rows(), base, y.rows(), views.get("starts"), inner, count, plan.spec.p, views["rng"], stream)

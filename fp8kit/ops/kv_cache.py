@@ -16,6 +16,7 @@ from fp8kit.formats import DType
 from fp8kit.ops.attention import (
     Dense,
     Part,
+    attends,
     check_extras,
     check_inputs,
     dense_of,
@@ -90,6 +91,8 @@ class CachedAttention(Operation):
 
     def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         signature, call = self._inferred(spec, metas, needs)
+        if not attends(spec, metas):
+            return Plan(spec, signature, kernels)
         dense, kind = call.dense, signature.outputs["o"].dtype
         nbytes = kernels.attention_workspace(dense.parts["q"].shape, call.k, call.v, None, kind, dense.spec, False)
         scratch = {"workspace": Meta((nbytes,), formats.uint8), "lse": Meta(lse_shape(dense), formats.float32),
@@ -100,7 +103,9 @@ class CachedAttention(Operation):
         return Plan(spec, signature, kernels, scratch, extra=call)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        """Write the new keys and values into the caches, and attend over all of the sequences' positions."""
+        """Write the new keys and values into the caches, and attend over all of the sequences' positions. Nothing where none is new."""
+        if plan.extra is None:
+            return
         spec, kernels = plan.spec, plan.kernels
         dense = plan.extra.dense
         pages, fresh, totals = (inputs[name] for name in ("pages", "cu_seqlens_q", "cu_seqlens_kv"))

@@ -10,7 +10,7 @@ from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import HIGH_PRECISION
-from fp8kit.ops.attention_spec import FORMATS
+from fp8kit.ops.attention_spec import FORMATS, check_starts
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -44,7 +44,7 @@ class Rope(Operation):
     """y = x with the heads of its segments turned. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a single segment also as a
     dimension of their own; ``freqs`` (and ``k_freqs``): float32 (positions, r), angles in radians, r even and at most the head's features;
     ``start_positions`` int32 (b,) or None: added to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), with "thd" and only there.
-    Output y like x. Gradient of x.
+    s, b and t may be 0. Output y like x. Gradient of x.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError for dtypes. Where
     start_positions lead beyond the angles, the result is NaN.
@@ -61,9 +61,9 @@ class Rope(Operation):
         packed = spec.qkv_format == "thd"
         dims = 1 if packed else 2
         wanted = [(spec.width,), *([spec.segments[0][:2]] if len(spec.segments) == 1 else [])]
-        if len(x.shape) < dims + 1 or x.shape[dims:] not in wanted or 0 in x.shape:
+        if len(x.shape) < dims + 1 or x.shape[dims:] not in wanted or 0 in x.shape[dims:]:
             forms = " or ".join(f"({'tokens' if packed else 'sequence, batch'}, {', '.join(map(str, last))})" for last in wanted)
-            raise ShapeError(expected("rope", "x", f"shape {x.shape}", f"{forms}, nothing empty"))
+            raise ShapeError(expected("rope", "x", f"shape {x.shape}", f"{forms}, heads and features not 0"))
         for name in spec.angles:
             shape = _want(name, metas, (formats.float32,)).shape
             most = min(dim for _, dim, used in spec.segments if used == name)
@@ -73,10 +73,7 @@ class Rope(Operation):
                 raise ShapeError(expected("rope", name, f"shape {shape}", f"at least {x.shape[spec.qkv_format.index('s')]} positions"))
         batch = None if packed else x.shape[spec.qkv_format.index("b")]
         if packed:
-            shape = _want("cu_seqlens", metas, (formats.int32,)).shape
-            if len(shape) != 1 or shape[0] < 2:
-                raise ShapeError(expected("rope", "cu_seqlens", f"shape {shape}", "(batch + 1,)"))
-            batch = shape[0] - 1
+            batch = check_starts("rope", "cu_seqlens", _want("cu_seqlens", metas, (formats.int32,)).shape, x.shape[0])
         elif metas.get("cu_seqlens") is not None:
             raise ShapeError(expected("rope", "cu_seqlens", "an array", f"None with qkv_format {spec.qkv_format!r}"))
         if metas.get("start_positions") is not None:
@@ -102,6 +99,8 @@ rope = Rope()
 
 def _turn(plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, views: Views, stream: int) -> None:
     assert x is not None and y is not None
+    if not x.size:
+        return
     spec: RopeSpec = plan.spec
     for name, source, target in _segments(spec, x, y):
         if name:

@@ -58,6 +58,8 @@ split_heads = SplitHeads()
 def _pairs(spec: SplitHeadsSpec, x: ArrayView | None, parts: Views) -> Iterator[tuple[ArrayView, ArrayView]]:
     """(a part inside x, the part by itself) of those that there are, as (rows, groups, features) both."""
     assert x is not None
+    if not x.size:
+        return
     rows, width = x.rows().shape
     offset = 0
     for name, heads in spec.parts:

@@ -89,7 +89,9 @@ GOOD = {"x": meta(S, B, H, D), "freqs": meta(S, D)}
 WRONG = {
     "format": (RopeSpec(((H, D, "freqs"),), "bhsd"), {}, ShapeError, "qkv_format: got 'bhsd'"),
     "shape": (PLAIN, {"x": meta(S, B, D)}, ShapeError, r"x: got shape \(9, 2, 16\), expected \(sequence, batch, 48\) or"),
-    "empty": (PLAIN, {"x": meta(0, B, H, D)}, ShapeError, "nothing empty"),
+    "no_heads": (RopeSpec(((0, D, "freqs"),)), {"x": meta(S, B, 0, D)}, ShapeError, "heads and features not 0"),
+    "no_sequence": (RopeSpec(((H, D, "freqs"),), "thd"), {"x": meta(S, H, D), "cu_seqlens": meta(1, dtype="int32")}, ShapeError,
+                    "cu_seqlens: got"),
     "dtype": (PLAIN, {"x": meta(S, B, H, D, dtype="float64")}, FormatError, "x: got fp8kit.float64"),
     "odd": (PLAIN, {"freqs": meta(S, 5)}, ShapeError, r"freqs: got shape \(9, 5\), expected \(positions, an even number up to 16\)"),
     "wide": (PLAIN, {"freqs": meta(S, 18)}, ShapeError, "freqs: got"),
