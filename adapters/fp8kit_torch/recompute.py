@@ -163,18 +163,26 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     around = _Around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)
+    # torch restores the random state of the devices of positional tensors only, and its older variant differentiates only these
+    named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    rest = {name: value for name, value in kwargs.items() if name not in named}
+    tensors = [kwargs[name] for name in named]
+
+    def positional(*given: Any) -> Any:
+        return function(*given[: len(args)], **dict(zip(named, given[len(args) :], strict=True)), **rest)
+
     if not use_reentrant:
-        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (around.one(), around.again()),
-                                determinism_check=determinism_check, debug=debug, **kwargs)
+        return torch_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (around.one(), around.again()),
+                                determinism_check=determinism_check, debug=debug)
     if context_fn is not noop_context_fn or debug or determinism_check != "default":
         raise Fp8kitError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "their defaults with use_reentrant=True"))
     passes = iter((around.one(),))
 
     def call(*given: Any) -> Any:
         with next(passes, None) or around.again():
-            return function(*given, **kwargs)
+            return positional(*given)
 
-    return torch_checkpoint(call, *args, use_reentrant=True)
+    return torch_checkpoint(call, *args, *tensors, use_reentrant=True)
 
 
 __all__ = ["Kept", "checkpoint", "first", "keep", "recall", "walk"]
