@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
@@ -199,6 +199,7 @@ class TransformerEngineBaseModule(ParameterModule):
 
     def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
                  fused: Fused | None, weights: Held8) -> dict[str, Tensor]:
+        want_alike(self.operation, tensors)
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
@@ -417,6 +418,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
+
+
+def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
+    """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
+    x = tensors["x"]
+    device, dtype = x.device, x.dtype
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise BackendError(expected(operation, name, f"device {tensor.device}", f"device {device}, as x"))
+        if tensor.dtype is not dtype:
+            raise FormatError(expected(operation, name, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as x"))
 
 
 def want_input(operation: str, argument: str, value: Any, features: int) -> Tensor:
