@@ -36,6 +36,7 @@ from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.padding import Fp8Padding, Fp8Unpadding
+from fp8kit_torch.quantized import QuantizedTensor, fp8_model_init, quantized_model_init
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -60,6 +61,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "QuantizedTensor",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerEngineBaseModule",
@@ -76,6 +78,7 @@ __all__ = [
     "embedding",
     "empty_like_metas",
     "fp8_autocast",
+    "fp8_model_init",
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -93,6 +96,7 @@ __all__ = [
     "moe_unpermute",
     "optimizers",
     "parallel_cross_entropy",
+    "quantized_model_init",
     "recipe",
     "revert",
 ]

@@ -155,6 +155,7 @@ class MultiheadAttention(torch.nn.Module):
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "a tensor") if cross else ("a tensor", "None")
             raise Fp8kitError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
+        self.core_attention.check_options(options)
         source = None if self.key_value is None else want_input(op, "encoder_output", encoder_output, self.key_value.in_features)
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -186,6 +187,20 @@ class DotProductAttention(ParameterModule):
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
         return o
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Fp8kitError for options of ``forward`` whose names or values are wrong by themselves: what a layer asks before its projections
+        run."""
+        op, mask, window = "DotProductAttention", options.get("attn_mask_type"), options.get("window_size")
+        mask = self.attn_mask_type if mask is None else one_of(op, "attn_mask_type", mask, MASKS + _ALIASES)
+        if options.get("core_attention_bias_type") is not None:
+            one_of(op, "core_attention_bias_type", options["core_attention_bias_type"], BIASES)
+        if window is not None:
+            _window(op, window)
+        if options.get("attention_mask") is not None and mask != "arbitrary":
+            counts = "padding" in mask and options.get("cu_seqlens_q") is None
+            if not counts:
+                raise Fp8kitError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
 
     def _check_cached(self, mask: str, bias: str, inputs: dict[str, Tensor]) -> str:
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""

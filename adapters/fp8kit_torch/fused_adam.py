@@ -15,6 +15,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.fused_optimizer import Entry, Fused
+from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view
 
 _NO_CORRECTION = 2**60  # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
@@ -32,8 +33,9 @@ class FusedAdam(Fused):
     * ``adam_w_mode``: False is Adam with L2 regularisation, as ``torch.optim.Adam``.
     * ``capturable``: learning rate and t are tensors on the device, so that a captured graph sees new values, and
       ``torch.amp.GradScaler`` hands its factor over to the kernel, which skips a step with Inf or NaN without the host.
-    * ``master_weights``: 16-bit parameters have a master (``master_param``) of ``master_weight_dtype``, float32 or float16, on which
-      the update is made; without it the update is made on the parameter's own value.
+    * ``master_weights``: 16-bit parameters, and those of ``quantized_model_init``, have a master (``master_param``) of
+      ``master_weight_dtype``, float32 or float16, on which the update is made and which is then cast; without it the update is made on the
+      parameter's own value.
     * ``exp_avg_dtype``, ``exp_avg_sq_dtype``: float32, bfloat16, float16 or uint8 (FP8, E4M3): how m and v are kept between steps; the
       last two with a factor for each tensor.
     * ``use_decoupled_grad``: gradients are read from ``param.decoupled_grad``, whose dtype may differ from the parameter's.
@@ -90,10 +92,12 @@ class FusedAdam(Fused):
     # --- states -------------------------------------------------------------------------------------------------------
 
     def _remainder(self, param: Tensor, state_name: str) -> bool:
-        return self.store_param_remainders and state_name == "master_param" and param.dtype is torch.bfloat16
+        plain = param.dtype is torch.bfloat16 and not isinstance(param, QuantizedTensor)
+        return self.store_param_remainders and state_name == "master_param" and plain
 
     def _names(self, param: Tensor) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq") + (("master_param",) if self.master_weights and param.dtype is not torch.float32 else ())
+        narrow = param.dtype is not torch.float32 or isinstance(param, QuantizedTensor)
+        return ("exp_avg", "exp_avg_sq") + (("master_param",) if self.master_weights and narrow else ())
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the constructor's."""
@@ -103,7 +107,8 @@ class FusedAdam(Fused):
             if self._remainder(param, name):
                 self.state[param][name] = torch.zeros_like(param, dtype=torch.int16)
             else:
-                values = param.detach().float() if name == "master_param" else torch.zeros_like(param, dtype=torch.float32)
+                start = stored.local(param.detach()) if isinstance(param, QuantizedTensor) else param.detach()
+                values = start.float() if name == "master_param" else torch.zeros_like(start, dtype=torch.float32)
                 self.set_scaled_state(param, name, values)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
@@ -196,6 +201,8 @@ class FusedAdam(Fused):
         for at, (param, data, _) in enumerate(entries):
             increment_version(param)  # the kernel wrote it by address: autograd must see that
             master = masters[at]
+            if isinstance(param, QuantizedTensor):
+                param.copy_(data if master is None else master)
             if master is not None and self._remainder(param, "master_param"):
                 stored.split(master, data, stored.local(self.state[param]["master_param"]))
             elif master is not None and self.dtypes["master_param"] is not torch.float32:

@@ -14,6 +14,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.fused_optimizer import Entry, Fused
+from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view
 
 
@@ -89,8 +90,10 @@ class FusedSGD(Fused):
         dispatch.kernels(device).sgd_(
             [as_view(data) for _, data, _ in entries], [as_view(grad) for *_, grad in entries], buffers, masters, lr, momentum,
             float(group["dampening"]), bool(group["nesterov"]), decays, 1 if first else 2, None, None, arrays.current_stream(device))
-        for param, *_ in entries:
+        for param, data, _ in entries:
             increment_version(param)
+            if isinstance(param, QuantizedTensor):
+                param.copy_(data)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with momentum kept in float32, not in the parameters' dtype."""

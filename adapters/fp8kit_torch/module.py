@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
@@ -29,6 +29,7 @@ from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.ops import FORWARD, NEITHER
 from fp8kit_torch.plans import Call, amax_views, call, scale_views
+from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import fp8_text, layer_spec, layer_text, products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.texts import encode
@@ -36,6 +37,7 @@ from fp8kit_torch.views import as_view, kind_of
 
 Init = Callable[[Tensor], Any]
 Inputs = dict[str, Tensor | None]
+Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
 _MODULES: weakref.WeakSet[TransformerEngineBaseModule] = weakref.WeakSet()
 
 
@@ -95,6 +97,7 @@ class TransformerEngineBaseModule(ParameterModule):
     """
 
     operation: str
+    _held: Held | None = None
     fuse_wgrad_accumulation = False
     gemms: tuple[str, ...] = ("",)
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
@@ -108,6 +111,31 @@ class TransformerEngineBaseModule(ParameterModule):
     def set_spec(self, spec: Any) -> None:
         """The operation's spec in high precision; recipes and call options vary it."""
         self._spec, self._spec_text = spec, encode(spec)
+        self._held = held_now()
+        self._hold()
+
+    def _hold(self) -> None:
+        """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they are made."""
+        if self._held is None:
+            return
+        weights, parts = self.weight_inputs(), layer_products(self._spec)
+        if len(weights) != len(parts) or len(parts) != len(self.gemms):
+            got = f"{len(weights)} weights for {len(parts)} products in {type(self).__name__}"
+            raise NotImplementedError(expected("quantized_model_init", "weights", got, "one a product: nothing else is supported yet"))
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for weight in weights.values():
+            if not weight.is_meta and not isinstance(weight, QuantizedTensor):
+                self._parameters[names[id(weight)]] = self._held.parameter(weight)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As ``ParameterModule``; weights in FP8 are cast anew."""
+        if not defer_init and self._held is not None:
+            for name, parameter in self._parameters.items():
+                if isinstance(parameter, QuantizedTensor):
+                    self._parameters[name] = Parameter(torch.empty_like(parameter), parameter.requires_grad)
+        super().reset_parameters(defer_init)
+        if not defer_init:
+            self._hold()
 
     def _forget(self) -> None:
         """Drop what is derived from the rest."""
@@ -132,6 +160,9 @@ class TransformerEngineBaseModule(ParameterModule):
         """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``options``:
         further fields of the spec."""
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        weights: Held8 = {}
+        if self._held is not None:
+            tensors, weights = self._opened(tensors)
         dtype = autocast_dtype(tensors["x"])
         if dtype is not None:
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -144,7 +175,17 @@ class TransformerEngineBaseModule(ParameterModule):
         fused = self._fused(is_first_microbatch) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
         if off:
             return apply(self._call(None, False, bias, options, tensors), list(tensors.values()), fused=fused)
-        return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused)  # type: ignore[arg-type]
+        return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused, weights)  # type: ignore[arg-type]
+
+    def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
+        """The inputs as a pass takes them, and the weights in FP8: none where some are not, or the pass is in high precision."""
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("fp8kit_torch: weights of quantized_model_init are not supported within torch.compile")
+        found = {name: t for name, t in tensors.items() if isinstance(t, QuantizedTensor)}
+        state = current()
+        if len(found) == len(self.gemms) and state is not None and state.enabled:
+            return tensors, found
+        return tensors | {name: t.dequantize() for name, t in found.items()}, {}
 
     def _fused(self, first: bool | None) -> Fused:
         """The weights whose gradient goes into ``main_grad``. Fp8kitError where one has none."""
@@ -157,18 +198,23 @@ class TransformerEngineBaseModule(ParameterModule):
         return Fused(weights, first is True)
 
     def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
-                 fused: Fused | None) -> dict[str, Tensor]:
+                 fused: Fused | None, weights: Held8) -> dict[str, Tensor]:
+        want_alike(self.operation, tensors)
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
         wiring = self.wiring(recipe, training, record, kept) if delayed else NO_STATE
         cached = None
-        if first is not None and state.enabled:
+        if weights:
+            cached = {}
+            for prefix, weight in zip(self.gemms, weights.values(), strict=True):
+                cached |= weight.inputs(type(self).__name__, prefix, self._fp8_of(recipe))
+        elif first is not None and state.enabled:
             if not isinstance(first, bool):
                 raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
             cached = self._cached(self._fp8_of(recipe), first, bias, tensors, wiring) if kept is None else kept.weights
         if kept is None:
-            recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
+            recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, None if weights else cached)
         if not state.enabled:
             given = options | self.calibration_options
             outputs = apply(self._call(None, False, bias, given, tensors), list(tensors.values()), fused=fused)
@@ -303,7 +349,13 @@ class TransformerEngineBaseModule(ParameterModule):
     # --- moving, saving, loading --------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        whole = self._parameters
+        self._parameters = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
         super()._apply(fn, recurse)
+        for parameter in whole.values():
+            if isinstance(parameter, QuantizedTensor):
+                parameter.follow(fn)
+        self._parameters = {name: self._parameters.get(name, parameter) for name, parameter in whole.items()}
         self.fp8_meta = moved(self.fp8_meta, fn)
         self._forget()
         return self
@@ -366,6 +418,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
+
+
+def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
+    """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
+    x = tensors["x"]
+    device, dtype = x.device, x.dtype
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise BackendError(expected(operation, name, f"device {tensor.device}", f"device {device}, as x"))
+        if tensor.dtype is not dtype:
+            raise FormatError(expected(operation, name, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as x"))
 
 
 def want_input(operation: str, argument: str, value: Any, features: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import formats
+from fp8kit_torch.quantized import QuantizedTensor
 
 PACKED = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 # what a tensor's largest value becomes: float16 keeps a factor of 2 to spare (a square root's rounding, say)
@@ -13,7 +14,9 @@ _TOP = {torch.float16: formats.float16.max / 2, torch.uint8: formats.E4M3.max}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a distributed tensor, the tensor itself otherwise."""
+    """This process's part of a distributed tensor, the values of one that is held in FP8, the tensor itself otherwise."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.dequantize()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

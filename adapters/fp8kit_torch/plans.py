@@ -24,6 +24,7 @@ from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import BackendError, FormatError, expected
 from fp8kit.formats import DType, float32
 from fp8kit.ops.linear import weight_cast
+from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.products import product_of
 from fp8kit.ops.split_heads import split_heads
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
@@ -175,11 +176,24 @@ def scale_views(slots: Mapping[str, int], scale: Tensor, device: Device) -> View
     return {f"{name}_scale": ArrayView(start + 4 * slot, (1,), float32, device, scale) for name, slot in slots.items()}
 
 
+def want_fp8(operation: str, blocks: bool, device: torch.device) -> None:
+    """BackendError where the tensor cores of a CUDA device do not multiply FP8, or not with the scales of blocks."""
+    if device.type == "cuda":
+        have, least = torch.cuda.get_device_capability(device), (9, 0) if blocks else (8, 9)
+        if have < least:
+            what = "FP8 with scales of blocks" if blocks else "FP8"
+            wanted = f"{least[0]}.{least[1]} or higher for {what}, or autocast(enabled=False)"
+            raise BackendError(expected(operation, "device", f"{device} of compute capability {have[0]}.{have[1]}", wanted))
+
+
 class Ready:
     """A call for certain shapes, dtypes, wanted gradients (``needs``), device and policy."""
 
     def __init__(self, call: Call, kinds: list[tuple[Shape, DType]], needs: tuple[str, ...], device: torch.device, kernels: Any) -> None:
         self.operation, self.needs, self.device, self.place = call.operation, needs, device, _place(device)
+        if call.gemms:
+            products = [value for value in vars(call.spec).values() if isinstance(value, ProductSpec)]
+            want_fp8(self.operation.name, any(p.fp8 is not None and p.fp8.blocks for p in products), device)
         self.plan = plan = call.operation.plan(call.spec, call.metas(kinds), frozenset(needs), kernels)
         self.signature = signature = plan.signature
         self.inputs = [(name, *kind) for name, kind in zip(call.names, kinds, strict=True)]

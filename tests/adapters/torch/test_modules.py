@@ -5,10 +5,11 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch import plans
 
 from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError
 
-from .twins import RECIPES, WIDTH, numpy_of, same, torch_step, twins
+from .twins import RECIPES, WIDTH, batches, numpy_of, same, scope, torch_step, twins
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["high", "fp8"])
@@ -28,10 +29,81 @@ def test_wrong_input_is_refused_before_anything_runs(device, scaled):
     assert all(not state.amax_history.any() for state in layer.fp8_meta.values())
 
 
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """From the call of what it gives on, an operation that runs is an error."""
+
+    def run(*arguments):
+        raise AssertionError("an operation ran")
+
+    def start():
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(plans.Ready, name, run)
+
+    return start
+
+
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
+@pytest.mark.parametrize("place", ["meta", pytest.param("cpu", marks=pytest.mark.gpu)])
+def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
+    device = "cpu" if place == "meta" else "cuda"
+    layer = ft.LayerNormMLP(WIDTH, 56, device=device)
+    for x in batches(device, steps=2):
+        torch_step(layer, layer, RECIPES[recipe], x)
+    before = {name: [part.clone() for part in state.parts] for name, state in layer.fp8_meta.items()}
+    nothing_runs()
+    with pytest.raises(BackendError, match=rf"got device {device}.*, expected device {place}, as x"), scope(ft, RECIPES[recipe]):
+        layer(torch.ones(4, WIDTH, device=place), is_first_microbatch=first)
+    with pytest.raises(FormatError, match=r"got float32, expected float16"), scope(ft, RECIPES[recipe]):
+        layer(torch.ones(4, WIDTH, dtype=torch.float16, device=device), is_first_microbatch=first)
+    for name, parts in before.items():
+        for got, want in zip(layer.fp8_meta[name].parts, parts, strict=True):
+            same(got, want, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"self_attn_mask_type": "caucal"}, r"attn_mask_type: got 'caucal', expected one of no_mask, causal,"),
+        ({"window_size": (2,)}, r"window_size: got \(2,\), expected \(left, right\)"),
+        ({"core_attention_bias_type": "scale"}, r"core_attention_bias_type: got 'scale', expected one of no_bias,"),
+        ({"attention_mask": torch.zeros(1, 1, 5, 5, dtype=torch.bool)}, r"attention_mask: got a tensor, expected None with 'causal'"),
+        ({"encoder_output": torch.zeros(5, 3, WIDTH)}, r"encoder_output: got a tensor, expected None with layer_type 'encoder'"),
+    ],
+    ids=["mask type", "window", "bias", "mask", "encoder"],
+)
+def test_wrong_options_of_a_layer_are_refused_before_anything_runs(device, options, message, nothing_runs):
+    layer = ft.TransformerLayer(WIDTH, 64, 4, device=device)
+    x = torch.randn(5, 3, WIDTH, device=device)
+    nothing_runs()
+    with pytest.raises(Fp8kitError, match=message), ft.autocast(recipe=RECIPES["delayed"]):
+        layer(x, **options)
+    assert not layer.layernorm_mlp.fp8_meta
+    assert not layer.self_attention.layernorm_qkv.fp8_meta
+
+
+def test_an_unknown_mask_type_in_a_constructor():
+    with pytest.raises(Fp8kitError, match="attn_mask_type: got 'caucal', expected one of"):
+        ft.TransformerLayer(WIDTH, 64, 4, self_attn_mask_type="caucal", device="cpu")
+
+
+@pytest.mark.parametrize(("blocks", "have", "least"), [(False, (8, 6), "8.9"), (True, (8, 9), "9.0")])
+def test_a_gpu_without_fp8(monkeypatch, blocks, have, least):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: have)
+    with pytest.raises(BackendError, match=rf"linear: device: got cuda:0 of compute capability {have[0]}.{have[1]}, expected {least}"):
+        plans.want_fp8("linear", blocks, torch.device("cuda", 0))
+    plans.want_fp8("linear", blocks, torch.device("cpu"))
+
+
 @pytest.mark.gpu
-def test_a_cpu_tensor_into_a_gpu_module():
-    with pytest.raises(BackendError, match="weight0: got device cuda:0, expected device cpu"):
-        ft.Linear(WIDTH, 56, device="cuda")(torch.ones(4, WIDTH))
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_a_gpu_without_fp8_runs_nothing(monkeypatch, recipe, nothing_runs):
+    layer, x = ft.TransformerLayer(WIDTH, 64, 4, device="cuda"), torch.randn(5, 3, WIDTH, device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    nothing_runs()
+    with pytest.raises(BackendError, match=r"compute capability 8\.0"), ft.autocast(recipe=RECIPES[recipe]):
+        layer(x)
 
 
 @pytest.mark.parametrize(

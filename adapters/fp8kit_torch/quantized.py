@@ -1,0 +1,277 @@
+"""``QuantizedTensor``: a weight that is held in FP8 and in nothing else, and ``quantized_model_init``, under which modules make theirs so.
+
+It stands where a parameter of its shape and dtype would: optimisers, ``state_dict``, copies and arithmetic see its values, decoded; what is
+written to it is cast again. FP8 layers take its codes as they are, so that no cast of the weight is left in a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fp8kit.backends.protocol import BLOCK
+from fp8kit.errors import RecipeError, expected
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit_torch.apply import apply
+from fp8kit_torch.plans import call
+from fp8kit_torch.texts import decode, encode
+
+_FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_aten = torch.ops.aten
+
+
+class QuantizedTensor(torch.Tensor):
+    """A weight (N, K) as FP8 codes and scales, in both of the orientations that products want: 2 bytes an element.
+
+    Its dtype is the one that its values are decoded to. The scale comes from the values themselves (current scaling, also under a recipe of
+    delayed scaling, since a weight's largest value is known when it is cast), or from each block with ``Float8BlockScaling``.
+
+    * ``dequantize()``: decode(code) / scale, in its dtype; differentiable. Any other operation of torch works on these values.
+    * ``copy_`` and operations in place cast what they write. A plain optimiser thus loses updates that are smaller than a step between
+      codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters and casts them.
+    * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes and scales in both cases.
+      Not for ``torch.compile``.
+    """
+
+    _parts: dict[str, Tensor]
+    _fp8: Fp8
+    _high: Tensor | None
+
+    @staticmethod
+    def __new__(cls, parts: Mapping[str, Tensor], fp8: Fp8, shape: tuple[int, ...], dtype: torch.dtype,
+                requires_grad: bool = False) -> QuantizedTensor:
+        device = parts["w_q"].device
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        made._parts, made._fp8, made._high = dict(parts), fp8, None
+        return made
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    @classmethod
+    def of(cls, values: Tensor, fp8: Fp8) -> QuantizedTensor:
+        """h (N, K), cast for products as ``fp8`` says."""
+        return cls(_cast(values, fp8), fp8, tuple(values.shape), values.dtype)
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """The values as a plain tensor of this dtype; the gradient passes through."""
+        return _Decode.apply(self)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The values that it was first cast from, on the CPU; None where they were not kept or were cleared."""
+        return self._high
+
+    def clear_high_precision_init_val(self) -> None:
+        """Drop them."""
+        self._high = None
+
+    def inputs(self, operation: str, prefix: str, fp8: Fp8) -> dict[str, Tensor]:
+        """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another format or tiling."""
+        got, wanted = ((quant.format.name, quant.tile) for quant in (self._fp8.w, fp8.w))
+        if got != wanted:
+            raise RecipeError(expected(operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"))
+        return {f"{prefix}{name}": part for name, part in self._parts.items()}
+
+    def _values(self) -> Tensor:
+        (n, k), quant = self.shape, self._fp8.w
+        values = self._parts["w_q"][:n, :k].view(_FLOAT8[quant.format.name]).to(torch.float32)
+        if quant.tile is None:
+            return (values * self._parts["w_scale_inv"]).to(self.dtype)
+        scales = self._parts["w_q_inv"]
+        scales = scales.t() if quant.tile[0] == 1 else scales.repeat_interleave(BLOCK, 0)
+        return (values * scales.repeat_interleave(BLOCK, 1)[:n, :k]).to(self.dtype)
+
+    def _take(self, values: Tensor) -> None:
+        """Cast ``values`` over what it holds, in place."""
+        if isinstance(values, QuantizedTensor):
+            parts = values._parts if values._fp8 == self._fp8 else _cast(values._values().to(self.device), self._fp8)
+        else:
+            wide = values if values.dtype in _FLOATS else values.to(torch.float32)
+            parts = _cast(wide.to(self.device).expand(self.shape), self._fp8)
+        for name, part in self._parts.items():
+            part.copy_(parts[name])
+
+    def _like(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        return QuantizedTensor({name: change(part) for name, part in self._parts.items()}, self._fp8, tuple(self.shape), self.dtype)
+
+    def follow(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Take over the device and dtype that ``change`` gives tensors; the codes stay."""
+        probe = change(torch.empty(0, dtype=self.dtype, device=self.device))
+        parts = {name: part.to(probe.device) for name, part in self._parts.items()}
+        if (probe.device, probe.dtype) != (self.device, self.dtype):
+            self.data = QuantizedTensor(parts, self._fp8, tuple(self.shape), probe.dtype)
+            if self.grad is not None:
+                grad, self.grad = self.grad, None
+                self.grad = change(grad)
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """As torch's; assigning a tensor of this kind takes over its memory, any other is cast."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, QuantizedTensor):
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            self._parts, self._fp8 = value._parts, value._fp8
+        else:
+            with torch.no_grad():
+                self.copy_(value)
+
+    # --- torch --------------------------------------------------------------------------------------------------------
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operation of torch on values; those that only copy or move, on codes."""
+        kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], QuantizedTensor) else None
+        if own is not None:
+            if func in (_aten.detach.default, _aten.alias.default):
+                return own._like(lambda part: part)
+            if func is _aten.clone.default:
+                return own._like(torch.clone)
+            if func is _aten.copy_.default:
+                own._take(args[1])
+                return own
+            if func is _aten._to_copy.default and kwargs.get("dtype") in (None, own.dtype):
+                device = kwargs.get("device") or own.device
+                return own._like(lambda part: part.to(device, non_blocking=kwargs.get("non_blocking", False), copy=True))
+        decoded: dict[int, Tensor] = {}
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, QuantizedTensor):
+                return value
+            return decoded.setdefault(id(value), value._values())
+
+        given, named = tree_map(plain, args), tree_map(plain, kwargs)
+        out = func(*given, **named)
+        written = {}
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.is_write and isinstance(value, QuantizedTensor):
+                value._take(decoded[id(value)])
+                written[id(decoded[id(value)])] = value
+        return tree_map(lambda value: written.get(id(value), value), out) if written else out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = _rebuilt({n: p.clone() for n, p in self._parts.items()}, encode(self._fp8), tuple(self.shape), self.dtype,
+                          self.requires_grad, isinstance(self, torch.nn.Parameter), None if self._high is None else self._high.clone())
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self._parts, encode(self._fp8), tuple(self.shape), self.dtype, self.requires_grad,
+                          isinstance(self, torch.nn.Parameter), self._high)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"QuantizedTensor({self._fp8.w.format.name}, {self._fp8.w.tile or 'tensor'}, {self._values()!r})"
+
+
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, held: QuantizedTensor) -> Tensor:
+        return held._values()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def _rebuilt(parts: dict[str, Tensor], fp8: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, parameter: bool,
+             high: Tensor | None) -> Tensor:
+    """What was copied or loaded."""
+    made: Any = QuantizedTensor(parts, decode(fp8), tuple(shape), dtype, requires_grad and not parameter)
+    if parameter:
+        made = torch.nn.Parameter(made, requires_grad)
+    made._high = high
+    return made  # type: ignore[no-any-return]
+
+
+torch.serialization.add_safe_globals([_rebuilt, QuantizedTensor])
+
+
+@lru_cache(maxsize=256)
+def _of_values(fp8: Fp8) -> Fp8:
+    """``fp8`` with the weight's scale from the weight itself."""
+    return fp8 if fp8.blocks else replace(fp8, w=replace(fp8.w, source="current"))
+
+
+def _cast(values: Tensor, fp8: Fp8) -> dict[str, Tensor]:
+    n, k = values.shape
+    spec = LinearSpec(ProductSpec(k, (n,), bias="none", fp8=_of_values(fp8)))
+    with torch.inference_mode(False), torch.no_grad():
+        return apply(call("weight_cast", spec, ("weight0",), ("",)), [values.detach()])
+
+
+# --- where modules make their weights so ------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """How modules that are made now hold their weights."""
+
+    fp8: Fp8
+    preserve: bool
+
+    def parameter(self, weight: Tensor) -> torch.nn.Parameter:
+        """The parameter ``weight``, held so; other attributes it had are kept."""
+        made: Any = torch.nn.Parameter(QuantizedTensor.of(weight.detach(), self.fp8), weight.requires_grad)
+        if self.preserve:
+            made._high = weight.detach().cpu().clone()
+        return made  # type: ignore[no-any-return]
+
+
+class _Thread(threading.local):
+    stack: list[Held | None] = []  # noqa: RUF012  replaced, never changed
+
+
+_thread = _Thread()
+
+
+def held_now() -> Held | None:
+    """What the innermost ``quantized_model_init`` says; None outside of any."""
+    return _thread.stack[-1] if _thread.stack else None
+
+
+@contextmanager
+def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None,
+                         preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+    """Modules that are made within hold their weights in FP8 alone, as ``QuantizedTensor`` parameters.
+
+    * ``enabled``: False makes them as usual, also within an outer block. ``recipe``: whose format and tiling weights get; None is
+      ``DelayedScaling()``. Autocasts must have a recipe with the same of both.
+    * ``preserve_high_precision_init_val``: ``weight.get_high_precision_init_val()`` gives the values from before the cast, on the CPU, to
+      start an optimiser's master weights with, and ``weight.clear_high_precision_init_val()`` drops them.
+
+    For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP`` and what is made of them, with one weight a product: ``fuse_qkv_params=True``, no
+    ``parameters_split``; NotImplementedError for others. RecipeError for what is no recipe.
+    """
+    recipe = DelayedScaling() if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(expected("quantized_model_init", "recipe", type(recipe).__name__, "a Recipe or None"))
+    before = _thread.stack
+    _thread.stack = [*before, Held(fp8_from_recipe(recipe), bool(preserve_high_precision_init_val)) if enabled else None]
+    try:
+        yield
+    finally:
+        _thread.stack = before
+
+
+def fp8_model_init(enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False) -> Any:
+    """``quantized_model_init`` under the name that it had before."""
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

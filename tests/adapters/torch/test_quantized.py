@@ -1,0 +1,199 @@
+"""Weights that are held in FP8: the bits of casting them at each step, values to everything else, updates through float32 masters."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import fp8kit_torch as ft
+import pytest
+import torch
+
+import fp8kit as fk
+from fp8kit.errors import RecipeError
+from fp8kit.formats import E4M3
+
+from .twins import RECIPES, WIDTH, batches, same, torch_step
+
+KINDS = {
+    "Linear": (WIDTH, 40),
+    "LayerNormLinear": (WIDTH, 40),
+    "LayerNormMLP": (WIDTH, 64),
+}
+SCALED = ["delayed", "current", "block"]
+
+
+def pair(kind, device, recipe, dtype=torch.float32, **options):
+    """(a module with weights in FP8, one with the weights from before the cast)."""
+    with ft.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
+        held = getattr(ft, kind)(*KINDS[kind], device=device, params_dtype=dtype, **options)
+    plain = getattr(ft, kind)(*KINDS[kind], device=device, params_dtype=dtype, **options)
+    with torch.no_grad():
+        for name, parameter in held.named_parameters():
+            own = parameter.get_high_precision_init_val() if isinstance(parameter, ft.QuantizedTensor) else parameter
+            plain.get_parameter(name).copy_(own)
+    return held, plain
+
+
+def held_names(module):
+    return [name for name, parameter in module.named_parameters() if isinstance(parameter, ft.QuantizedTensor)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_casting_at_each_step(device, kind, recipe, dtype):
+    held, plain = pair(kind, device, recipe, dtype)
+    assert len(held_names(held)) == len(held.gemms)
+    for x in batches(device, str(dtype).removeprefix("torch.")):
+        y, dx, grads, g = torch_step(plain, plain, RECIPES[recipe], x)
+        y2, dx2, grads2, _ = torch_step(held, held, RECIPES[recipe], x, g)
+        same(y2, y, "y")
+        same(dx2, dx, "dx")
+        for name, grad in grads.items():
+            same(grads2[name], grad, name)
+
+
+@pytest.mark.parametrize("recipe", SCALED)
+def test_values_are_those_of_quantize(device, recipe):
+    held, plain = pair("Linear", device, recipe)
+    scaling = "block_128x128" if recipe == "block" else "tensor"
+    wanted = fk.quantize(plain.weight.detach().cpu().numpy(), E4M3, scaling=scaling).dequantize()
+    same(held.weight.dequantize(), torch.from_numpy(wanted), "values")
+    same(held(torch.eye(WIDTH, device=device)) - held.bias, (held.weight.dequantize().t() + held.bias) - held.bias, "in high precision")
+    y = held(torch.randn(4, WIDTH, device=device))
+    y.sum().backward()
+    assert type(held.weight.grad) is torch.Tensor
+
+
+def test_delayed_scaling_keeps_its_state(device):
+    held, plain = pair("Linear", device, "delayed")
+    for x in batches(device):
+        torch_step(held, held, RECIPES["delayed"], x)
+        torch_step(plain, plain, RECIPES["delayed"], x)
+    for name, slot in (("scaling_fwd", 0), ("scaling_bwd", 0)):
+        ours, other = held.fp8_meta[name], plain.fp8_meta[name]
+        if name == "scaling_fwd":
+            same(ours.scale[slot], other.scale[slot], name)
+        assert ours.scale[slot] != 1
+    assert held.fp8_meta["scaling_fwd"].scale[1] == 1  # the weight's scale is its own
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "torch"])
+def test_training(device, recipe, optimizer):
+    held, plain = pair("LayerNormMLP", device, recipe)
+
+    def made(module):
+        if optimizer == "adam":
+            return ft.optimizers.FusedAdam(module.parameters(), lr=1e-2, weight_decay=0.1, master_weights=True)
+        if optimizer == "sgd":
+            return ft.optimizers.FusedSGD(module.parameters(), lr=1e-2, momentum=0.9)
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    ours, other = made(held), made(plain)
+    if optimizer == "adam":
+        for name in held_names(held):
+            weight = held.get_parameter(name)
+            ours.initialize_state(weight)
+            ours.set_scaled_state(weight, "master_param", weight.get_high_precision_init_val().to(device))
+            weight.clear_high_precision_init_val()
+            assert weight.get_high_precision_init_val() is None
+    before = held.fc1_weight.dequantize()
+    pointer = held.fc1_weight._parts["w_q"].data_ptr()
+    for x in batches(device, steps=4):
+        y, _, _, g = torch_step(plain, plain, RECIPES[recipe], x)
+        y2, _, _, _ = torch_step(held, held, RECIPES[recipe], x, g)
+        if optimizer == "adam":
+            same(y2, y, "y")
+        else:  # the weight itself is rounded at each step: E4M3's step is 2^-3 of a value, far more than what is lost
+            assert (y2 - y).norm() < 2.0**-3 * y.norm()
+        for one in (ours, other):
+            one.step()
+    assert pointer == held.fc1_weight._parts["w_q"].data_ptr()  # in place, as a captured graph wants
+    assert not torch.equal(before, held.fc1_weight.dequantize())
+    if optimizer == "adam":
+        master = ours.get_unscaled_state(held.fc1_weight, "master_param")
+        same(master, plain.fc1_weight, "master")
+        again = made(held)
+        again.load_state_dict(ours.state_dict())
+        same(again.get_unscaled_state(held.fc1_weight, "master_param"), master, "loaded")
+
+
+def test_saved_copied_and_moved(device):
+    held, _ = pair("LayerNormLinear", device, "current")
+    file = io.BytesIO()
+    torch.save(held.state_dict(), file)
+    file.seek(0)
+    other, plain = pair("LayerNormLinear", device, "current")
+    assert not torch.equal(other.weight.dequantize(), held.weight.dequantize())
+    other.load_state_dict(torch.load(file))
+    plain.load_state_dict(held.state_dict())
+    for weight in (other.weight, copy.deepcopy(held).weight, plain.weight):
+        same(weight.dequantize(), held.weight.dequantize(), "weight")
+        assert isinstance(weight, torch.nn.Parameter)
+    kept = held.weight
+    codes = kept._parts["w_q"].clone()
+    names = [name for name, _ in held.named_parameters()]
+    held.to(torch.bfloat16)
+    assert held.weight is kept
+    assert held.weight.dtype is torch.bfloat16
+    assert [name for name, _ in held.named_parameters()] == names
+    same(held.weight._parts["w_q"], codes, "codes")
+    x = torch.randn(4, WIDTH, device=device, dtype=torch.bfloat16)
+    with ft.autocast(recipe=RECIPES["current"]):
+        held(x).sum().backward()
+    assert held.weight.grad.dtype is torch.bfloat16
+    with torch.no_grad():
+        held.weight.mul_(2)
+        # the codes stay; their values are rounded to bfloat16 before and after, by 2^-8 each
+        torch.testing.assert_close(held.weight.dequantize().float(), 2 * other.weight.dequantize(), rtol=2.0**-7, atol=0)
+        held.weight.zero_()
+    assert not held.weight.dequantize().any()
+
+
+def test_made_later(device):
+    with ft.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
+        layer = ft.Linear(WIDTH, 40, device="meta")
+        with ft.quantized_model_init(enabled=False):
+            usual = ft.Linear(WIDTH, 40, device=device)
+    assert not held_names(usual)
+    layer.reset_parameters()
+    assert held_names(layer) == ["weight"]
+    first = layer.weight.get_high_precision_init_val()
+    layer.reset_parameters()
+    assert held_names(layer) == ["weight"]
+    assert not torch.equal(first, layer.weight.get_high_precision_init_val())
+
+
+def test_a_transformer_layer_trains(device):
+    with ft.fp8_model_init(recipe=RECIPES["current"]):
+        layer = ft.TransformerLayer(WIDTH, 64, 4, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, device=device)
+    assert len(held_names(layer)) == 4
+    optimizer = ft.optimizers.FusedAdam(layer.parameters(), lr=3e-3, master_weights=True)
+    x, target = torch.randn(6, 2, WIDTH, device=device), torch.randn(6, 2, WIDTH, device=device)
+    losses = []
+    for _ in range(12):
+        with ft.autocast(recipe=RECIPES["current"]):
+            y = ft.checkpoint(layer, x, use_reentrant=False)
+        loss = (y - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_what_does_not_fit_says_so(device):
+    held, _ = pair("Linear", device, "current")
+    x = torch.randn(4, WIDTH, device=device)
+    with ft.autocast(recipe=RECIPES["block"]), pytest.raises(RecipeError, match=r"Linear: weight: got FP8 as \('E4M3', None\)"):
+        held(x)
+    with pytest.raises(RecipeError, match="recipe"), ft.quantized_model_init(recipe=3):
+        pass
+    with ft.quantized_model_init():
+        for make in (lambda: ft.TransformerLayer(WIDTH, 64, 4, device=device), lambda: ft.GroupedLinear(2, WIDTH, 40, device=device)):
+            with pytest.raises(NotImplementedError, match="one a product"):
+                make()
+    with pytest.raises(Exception, match="quantized_model_init are not supported within"):
+        torch.compile(held, fullgraph=True, backend="aot_eager")(x)
