@@ -119,11 +119,8 @@ def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
         _reduce(states)
     for device in dict.fromkeys(state.device for state in states):
         own = [state for state in states if state.device == device]
-        if device.kind == "cpu":
-            scaling.update(recipe, own, fp8_max, 0)
-        else:
-            with torch.cuda.device(device.index):
-                scaling.update(recipe, own, fp8_max, torch.cuda.current_stream().cuda_stream)
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.kind == "cuda" else 0
+        scaling.update(recipe, own, fp8_max, stream)
 
 
 def _reduce(states: Sequence[Any]) -> None:
