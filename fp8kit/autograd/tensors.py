@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -317,11 +317,12 @@ def fresh(view: ArrayView) -> ArrayView:
 
 
 def name_in(owner: object, name: str, value: Any) -> str:
-    """The user's name of an operation's input: the owner's attribute that holds it. A module's ``x`` is its argument ``inp``."""
+    """The user's name of an operation's input: the owner's attribute that holds it, or the argument that its ``argument_names`` say."""
     if owner is None:
         return name
     own = next((attribute for attribute, held in vars(owner).items() if held is value), None)
-    return own if own is not None else "inp" if name == "x" else name
+    names: Mapping[str, str] = getattr(owner, "argument_names", {})
+    return own if own is not None else names.get(name, name)
 
 
 def unchanged(operation: str, argument: str, value: Tensor, owner: object = None) -> Callable[[], None]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8kit import arrays
+from fp8kit.arguments import choice, flag, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, ShapeError, expected
-from fp8kit.nn.dot_product_attention import DotProductAttention, one_of
+from fp8kit.nn.dot_product_attention import DotProductAttention
+from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.linear import Linear
-from fp8kit.nn.module import Module, as_tensor, positive
+from fp8kit.nn.module import Module, as_tensor, hints, positive
 from fp8kit.nn.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit.nn.norm_linear import LayerNormLinear
 from fp8kit.nn.random import Init
-from fp8kit.nn.recompute import checkpoint
 from fp8kit.nn.rope import angles, rope_spec
 from fp8kit.ops.rope import rope
 from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
@@ -51,7 +52,11 @@ class MultiheadAttention(Module):
     * ``attention_dropout``, ``attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``qkv_format``: as
       ``DotProductAttention`` (child ``core_attention``). Others as ``Linear`` and ``LayerNormLinear``.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
+
+    Raises Fp8kitError for arguments out of their range.
     """
+
+    argument_names: ClassVar[dict[str, str]] = {"x": "hidden_states", "freqs": "rotary_pos_emb", "k_freqs": "rotary_pos_emb"}
 
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None, attention_dropout: float = 0.1,
                  layernorm_epsilon: float = 1e-5, init_method: Init | None = None, output_layer_init_method: Init | None = None,
@@ -66,23 +71,27 @@ class MultiheadAttention(Module):
         op = "MultiheadAttention"
         later(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
-        positive(op, **{n: v for n, v in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)) if v is not None})
+        hints(op, seq_length=seq_length, micro_batch_size=micro_batch_size, kv_channels=kv_channels)
         if kv_channels is None and hidden_size % num_attention_heads:
             raise Fp8kitError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels given"))
-        channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        hidden_size, num_attention_heads = int(hidden_size), int(num_attention_heads)
+        channels = hidden_size // num_attention_heads if kv_channels is None else int(kv_channels)
         core = DotProductAttention(
             num_attention_heads, channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, window_size,
             bottom_right_diagonal, layer_number=layer_number, attention_type=attention_type, softmax_type=softmax_type,
             device=device)
         cross, groups = attention_type == "cross", core.num_gqa_groups
-        self.input_layernorm, self.return_bias = bool(input_layernorm), bool(return_bias)
-        self.return_layernorm_output, self.name, self.layer_number = bool(return_layernorm_output), name, layer_number
-        self.attention_type, self.rotary_pos_interleaved = attention_type, bool(rotary_pos_interleaved)
-        self.qk_norm_before_rope = bool(qk_norm_before_rope)
+        self.input_layernorm = flag(op, "input_layernorm", input_layernorm)
+        self.return_bias = flag(op, "return_bias", return_bias)
+        self.return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
+        self.rotary_pos_interleaved = flag(op, "rotary_pos_interleaved", rotary_pos_interleaved)
+        self.qk_norm_before_rope = flag(op, "qk_norm_before_rope", qk_norm_before_rope)
+        self.attention_type, self.layer_number, self.name = attention_type, core.layer_number, name
+        fused, repeated = flag(op, "fuse_qkv_params", fuse_qkv_params), flag(op, "qkv_weight_interleaved", qkv_weight_interleaved)
         if self.return_layernorm_output and not self.input_layernorm:
             raise Fp8kitError(expected(op, "return_layernorm_output", True, "input_layernorm=True beside it"))
         self.q_norm, self.k_norm = _qk_norms(op, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
-        self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)  # weights kept apart are always joined as q, k, v
+        self._interleaved = fused and repeated  # weights kept apart are always joined as q, k, v
         # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want rows of one head.
         self._apart = self.q_norm is not None or (self._interleaved and (cross or groups != num_attention_heads))
 
@@ -92,7 +101,7 @@ class MultiheadAttention(Module):
 
         def sized(child: str, *parts: str) -> dict[str, Any]:
             sizes = {part: split[part] for part in parts}
-            whole = fuse_qkv_params or child == "query_layer"
+            whole = fused or child == "query_layer"
             return {"out_features": sum(sizes.values()), "init_method": init_method, "parameters_split": None if whole else sizes,
                     "name": None if name is None else f"{name}.{child}"} | shared
 
@@ -120,7 +129,8 @@ class MultiheadAttention(Module):
         * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys, which are turned by them.
         * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the other ``options`` of ``DotProductAttention.forward``: as there.
 
-        Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``).
+        Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``). Raises
+        ShapeError, FormatError and other Fp8kitError kinds for what does not fit, TypeError for an unknown option.
         """
         op = "MultiheadAttention"
         known_options(op, options)
@@ -169,8 +179,8 @@ class MultiheadAttention(Module):
             layers = self._turned(layers, rotary_pos_emb, options)
         if not self.qk_norm_before_rope:
             layers = self._normed(layers)
-        given = {**layers, **options, "qkv_interleave_dim": -2 if self._interleaved and not self._apart else -3}
-        o = checkpoint(self.core_attention, **given) if checkpoint_core else self.core_attention(**given)
+        dim = -2 if self._interleaved and not self._apart else -3
+        o = self.core_attention(**layers, **options, qkv_interleave_dim=dim, checkpoint_core_attention=checkpoint_core)
         return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}
 
     def _split(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,6 +211,8 @@ class MultiheadAttention(Module):
         heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         turn = {"q": (heads, dim, "freqs"), "k": (groups, dim, "freqs" if pair[0] is pair[1] else "k_freqs"), "v": (groups, dim, "")}
         found, inference_params = dict(layers), options.get("inference_params")
+        if inference_params is not None and not isinstance(inference_params, InferenceParams):
+            raise Fp8kitError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
         for name, layer in layers.items():
             parts = _PARTS[name]
             if parts == "v":
@@ -226,7 +238,7 @@ class MultiheadAttention(Module):
                 first = as_tensor(op, "rope_starts", inference_params.rope_starts(batch)).view
                 inputs["start_positions"] = arrays.to(first, layer.device)
             spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
-            found[name] = apply(rope, spec, inputs)["y"]
+            found[name] = apply(rope, spec, inputs, owner=self)["y"]
         return found
 
 
@@ -256,7 +268,7 @@ def _qk_norms(operation: str, kind: str | None, features: int, eps: float, param
     """The norms of queries and keys; the one without parameters is the same for both."""
     if kind is None:
         return None, None
-    if one_of(operation, "qk_norm_type", kind, QK_NORMS) == "L2Normalization":
+    if choice(operation, "qk_norm_type", kind, QK_NORMS) == "L2Normalization":
         norm = L2Normalization(eps=eps)
         return norm, norm
     norms = [(RMSNorm if kind == "RMSNorm" else LayerNorm)(features, eps, params_dtype=params_dtype, device=device) for _ in range(2)]

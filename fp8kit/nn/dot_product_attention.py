@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fp8kit import arrays
+from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor, apply
 from fp8kit.backends.policy import get_policy
@@ -18,6 +19,7 @@ from fp8kit.nn import random
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
 from fp8kit.nn.module import Module, as_tensor, make_parameter, positive, resolve
+from fp8kit.nn.recompute import checkpoint
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_cache import cached_attention
@@ -25,13 +27,6 @@ from fp8kit.ops.kv_steps import cached_mask
 from fp8kit.spec import Operation
 
 _ALIASES = ("padding,causal", "causal,padding")
-
-
-def one_of(operation: str, argument: str, value: str, allowed: tuple[str, ...]) -> str:
-    """``value``, which must be one of ``allowed``; Fp8kitError otherwise."""
-    if value not in allowed:
-        raise Fp8kitError(expected(operation, argument, repr(value), f"one of {', '.join(allowed)}"))
-    return value
 
 
 @lru_cache(maxsize=1024)
@@ -64,7 +59,14 @@ class DotProductAttention(Module):
     * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
 
     ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit.nn.later``).
+
+    Raises Fp8kitError for arguments out of their range.
     """
+
+    argument_names: ClassVar[dict[str, str]] = {
+        "q": "query_layer", "k": "key_layer", "v": "value_layer", "kv": "kv_layer", "qkv": "qkv_layer", "bias": "core_attention_bias",
+        "mask": "attention_mask",
+    }  # fmt: skip
 
     def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None,
                  attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
@@ -74,23 +76,24 @@ class DotProductAttention(Module):
         op = "DotProductAttention"
         later(op, CONSTRUCTOR[op], other)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        channels, channels_v = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        pair = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        if len(pair) != 2:
+            raise Fp8kitError(expected(op, "kv_channels", shown(kv_channels), "an int, or two: of q and k, and of v"))
+        channels, channels_v = pair
         positive(op, num_attention_heads=num_attention_heads, kv_channels=channels, num_gqa_groups=groups)
         positive(op, kv_channels=channels_v)
         if num_attention_heads % groups:
             raise Fp8kitError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
-        if softmax_scale is not None and not softmax_scale > 0:
-            raise Fp8kitError(expected(op, "softmax_scale", softmax_scale, "a positive number or None"))
-        if not 0 <= attention_dropout < 1:
-            raise Fp8kitError(expected(op, "attention_dropout", attention_dropout, "a probability in [0, 1)"))
-        self.num_attention_heads, self.kv_channels, self.num_gqa_groups = num_attention_heads, kv_channels, groups
-        self.attention_dropout, self.softmax_scale = float(attention_dropout), float(softmax_scale or 0.0)
-        self.qkv_format = one_of(op, "qkv_format", qkv_format, FORMATS)
-        self.attn_mask_type = one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
-        self.attention_type = one_of(op, "attention_type", attention_type, ("self", "cross"))
-        self.softmax_type = one_of(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
-        self.window_size, self.bottom_right_diagonal = _window(op, window_size), bottom_right_diagonal
-        self.layer_number, self.name = layer_number, name
+        self.num_attention_heads, self.num_gqa_groups = int(num_attention_heads), int(groups)
+        self.kv_channels: int | tuple[int, int] = (int(channels), int(channels_v)) if isinstance(kv_channels, tuple) else int(channels)
+        self.attention_dropout = number(op, "attention_dropout", attention_dropout, 1.0)
+        self.softmax_scale = 0.0 if softmax_scale is None else number(op, "softmax_scale", softmax_scale, above=0.0)
+        self.qkv_format = choice(op, "qkv_format", qkv_format, FORMATS)
+        self.attn_mask_type = choice(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
+        self.attention_type = choice(op, "attention_type", attention_type, ("self", "cross"))
+        self.softmax_type = choice(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
+        self.window_size, self.bottom_right_diagonal = _window(op, window_size), _corner(op, bottom_right_diagonal)
+        self.layer_number, self.name = None if layer_number is None else integer(op, "layer_number", layer_number), name
         if self.softmax_type == "learnable":
             self.softmax_offset = make_parameter((num_attention_heads,), 0.0, *resolve(op, float32, device))
 
@@ -98,9 +101,10 @@ class DotProductAttention(Module):
                 qkv_format: str | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
                 cu_seqlens_kv_padded: Any = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
                 attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, *,
-                core_attention_bias_type: str = "no_bias", core_attention_bias: Any = None, alibi_slopes: Any = None,
-                fast_zero_fill: bool = True, inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None,
-                qkv_layer: Any = None, kv_layer: Any = None, qkv_interleave_dim: int = -3, **other: Any) -> Tensor:
+                checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias", core_attention_bias: Any = None,
+                alibi_slopes: Any = None, fast_zero_fill: bool = True, inference_params: InferenceParams | None = None,
+                pad_between_seqs: bool | None = None, qkv_layer: Any = None, kv_layer: Any = None, qkv_interleave_dim: int = -3,
+                **other: Any) -> Tensor:
         """Attend. Arguments that have a twin in the constructor override it.
 
         * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v); with "bshd" b comes first,
@@ -113,6 +117,7 @@ class DotProductAttention(Module):
           bool (b, 1, 1, s) of q, or a pair for q and k, padding last; counted on the host.
         * ``core_attention_bias_type``: "no_bias"; "pre_scale_bias" or "post_scale_bias" with ``core_attention_bias`` h (1 | b, 1 | h,
           1 | s_q, s_kv), differentiable; "alibi", with ``alibi_slopes`` float32 (h,) or (b, h), or the paper's.
+        * ``checkpoint_core_attention``: what this call saves for backward is computed once more there, the same bits.
         * ``fast_zero_fill``: accepted; outputs of no row are always 0.
         * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend over their whole sequences.
           The step says the lengths, so cu_seqlens and padding masks are not given (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no
@@ -120,13 +125,17 @@ class DotProductAttention(Module):
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
+        given = {name: value for name, value in locals().items() if name not in ("self", "other", "checkpoint_core_attention")}
         op = "DotProductAttention"
         later(op, FORWARD[op], other)
-        form = self.qkv_format if qkv_format is None else one_of(op, "qkv_format", qkv_format, FORMATS)
-        mask = self.attn_mask_type if attn_mask_type is None else one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
-        bias = one_of(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
+        if flag(op, "checkpoint_core_attention", checkpoint_core_attention):
+            return checkpoint(self, **given, **other)  # type: ignore[no-any-return]
+        flag(op, "fast_zero_fill", fast_zero_fill)
+        form = self.qkv_format if qkv_format is None else choice(op, "qkv_format", qkv_format, FORMATS)
+        mask = self.attn_mask_type if attn_mask_type is None else choice(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
+        bias = choice(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
-        if qkv_interleave_dim not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
+        if integer(op, "qkv_interleave_dim", qkv_interleave_dim) not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
             raise Fp8kitError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
         if qkv_interleave_dim == -2 and layout == "qkv":
             layout = "qkv_interleaved"
@@ -152,13 +161,16 @@ class DotProductAttention(Module):
             inputs["bias"] = as_tensor(op, "core_attention_bias", core_attention_bias)
         if self.softmax_type == "learnable":
             inputs["softmax_offset"] = self.softmax_offset
-        if pad_between_seqs is not None and pad_between_seqs != (cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None):
+        gaps = cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None
+        if pad_between_seqs is not None and flag(op, "pad_between_seqs", pad_between_seqs) != gaps:
             raise Fp8kitError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
         channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
-        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
+        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else _corner(op, bottom_right_diagonal)
         longest: tuple[int, int] = (0, 0)
         operation: Operation = attention
         if inference_params is not None:
+            if not isinstance(inference_params, InferenceParams):
+                raise Fp8kitError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
             mask, corner, operation = self._check_cached(mask, bias, inputs), None, cached_attention
             leading = first.shape[: 1 if form == "thd" else 2]
             step, longest = inference_params.inputs(op, self.layer_number, form, leading, self.num_gqa_groups, (channels, channels_v),
@@ -172,7 +184,7 @@ class DotProductAttention(Module):
         window = self.window_size if window_size is None else _window(op, window_size)
         spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                      get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        o = apply(operation, spec, inputs)["o"]
+        o = apply(operation, spec, inputs, owner=self)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
         return o
@@ -200,6 +212,10 @@ def _window(operation: str, window_size: Any) -> tuple[int, int]:
     return int(window[0]), int(window[1])
 
 
+def _corner(operation: str, bottom_right_diagonal: bool | None) -> bool | None:
+    return None if bottom_right_diagonal is None else flag(operation, "bottom_right_diagonal", bottom_right_diagonal)
+
+
 def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any) -> tuple[str, dict[str, Any]]:
     """The layout's name and its inputs. Fp8kitError for a mixture of forms."""
     given = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv, "qkv_layer": qkv}
@@ -219,6 +235,8 @@ def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any)
 def _counted(operation: str, attention_mask: Any) -> dict[str, Any]:
     """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k."""
     masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
+    if len(masks) != 2:
+        raise ShapeError(expected(operation, "attention_mask", f"{len(masks)} arrays", "one, or a pair for queries and keys"))
     found = {}
     for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), masks, strict=True):
         host = as_tensor(operation, "attention_mask", mask).view.numpy() != 0

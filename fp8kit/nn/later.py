@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from fp8kit.arguments import shown
 from fp8kit.errors import Fp8kitError, expected
 
 _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
 _OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
 _WEIGHT = _GROUP | _OVERLAP | {"fuse_wgrad_accumulation": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None}
-_SIZES = {"seq_length": None, "micro_batch_size": None, "set_parallel_mode": False}
 _WHOLE = _GROUP | {"set_parallel_mode": False, "fuse_wgrad_accumulation": False}
 
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
@@ -21,7 +23,7 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     "LayerNorm": {"sequence_parallel": None},
     "RMSNorm": {"sequence_parallel": None},
     "LayerNormLinear": _WEIGHT | {"parallel_mode": None, "return_layernorm_output_gathered": False},
-    "LayerNormMLP": _WEIGHT | _SIZES | {"return_layernorm_output_gathered": False},
+    "LayerNormMLP": _WEIGHT | {"set_parallel_mode": False, "return_layernorm_output_gathered": False},
     "DotProductAttention": _GROUP | {
         "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None,
         "cp_comm_type": "p2p",
@@ -33,9 +35,8 @@ CONSTRUCTOR: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_CALL: dict[str, Any] = {"checkpoint_core_attention": False}
 FORWARD: dict[str, dict[str, Any]] = {
-    "DotProductAttention": _CALL | {
+    "DotProductAttention": {
         "fp8_output": False, "bf16_backward": False, "num_splits": 1, "score_mod": None, "score_mod_bprop": None,
         "score_mod_tensors": None, "score_mod_bprop_tensors": None,
     },
@@ -53,5 +54,6 @@ def later(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) ->
 def not_yet(operation: str, only: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuse arguments, name -> (value, what is supported), that have another value. Fp8kitError."""
     for name, (value, supported) in only.items():
-        if value is not supported and value != supported:
-            raise Fp8kitError(expected(operation, name, repr(value), f"{supported!r}: nothing else is supported yet"))
+        plain = isinstance(value, bool | int | float | str | np.generic)
+        if value is not supported and not (plain and value == supported):
+            raise Fp8kitError(expected(operation, name, shown(value), f"{supported!r}: nothing else is supported yet"))

@@ -6,7 +6,7 @@ Parameters are attributes of type ``Parameter``, buffers of type ``ArrayView``, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fp8kit import arguments, arrays, formats, serialization
 from fp8kit.arguments import flag, integer, shown
@@ -38,6 +38,8 @@ class Module:
     """Base of layers. A subclass sets attributes in ``__init__`` and defines ``forward``; calling the module calls it."""
 
     training = True
+    # an operation's input -> the argument of forward that errors call it
+    argument_names: ClassVar[dict[str, str]] = {"x": "inp"}
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Compute the outputs. A module says which shapes and dtypes its inputs have, and which errors others raise."""
@@ -256,6 +258,11 @@ def positive(operation: str, **sizes: int) -> None:
     """Refuse sizes that are no ints from 1 to 2^31 - 1. Fp8kitError."""
     for name, size in sizes.items():
         integer(operation, name, size, 1, 2**31 - 1)
+
+
+def hints(operation: str, **sizes: int | None) -> None:
+    """Refuse sizes that are neither None nor as ``positive`` has them. Fp8kitError."""
+    positive(operation, **{name: size for name, size in sizes.items() if size is not None})
 
 
 def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Device]:

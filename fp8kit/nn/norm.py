@@ -13,7 +13,7 @@ from fp8kit.autograd import apply
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.formats import DType
 from fp8kit.nn.later import CONSTRUCTOR, later
-from fp8kit.nn.module import Module, Parameter, as_tensor, make_parameter, positive, resolve
+from fp8kit.nn.module import Module, Parameter, as_tensor, hints, make_parameter, positive, resolve
 from fp8kit.ops.norm import L2NormSpec, NormSpec, norm
 
 
@@ -68,18 +68,20 @@ class RMSNorm(_Norm):
 class L2Normalization(Module):
     """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
 
-    ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of here.
+    ``eps``: a number from 0 on. ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of here.
+    Fp8kitError for others.
     """
 
     def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
-        self.eps = float(eps)
+        hints("L2Normalization", seq_length=seq_length, micro_batch_size=micro_batch_size)
+        self.eps = number("L2Normalization", "eps", eps)
 
     def forward(self, inp: Any) -> Any:
         """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype."""
         x = as_tensor("L2Normalization", "inp", inp)
         if not x.shape:
             raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))
-        return apply(norm, _l2_spec(x.shape[-1], self.eps), {"x": x})["y"]
+        return apply(norm, _l2_spec(x.shape[-1], self.eps), {"x": x}, owner=self)["y"]
 
 
 @lru_cache(maxsize=64)

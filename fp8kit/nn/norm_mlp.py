@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8kit import arrays
+from fp8kit.arguments import flag, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -13,9 +14,9 @@ from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.formats import uint8
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
 from fp8kit.nn.later import CONSTRUCTOR, later
-from fp8kit.nn.module import Parameter, as_tensor, make_parameter, positive, resolve
+from fp8kit.nn.module import Parameter, as_tensor, hints, make_parameter, positive, resolve
 from fp8kit.nn.norm import norm_parameters
-from fp8kit.nn.random import Init, normal_init
+from fp8kit.nn.random import Init, init_of
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers, norm_mlp
 from fp8kit.ops.product import ProductSpec
@@ -34,6 +35,7 @@ class LayerNormMLP(Fp8Module):
     * ``checkpoint``: of the activations only the input is kept for backward, which computes norm, fc1 and activation once more, but not
       fc2: the same bits, less memory.
     * ``return_bias``: fc2's bias is returned, not added. ``return_layernorm_output``: also return norm(x). Others as ``LayerNormLinear``.
+    * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
     """
 
     gemms = ("fc1_", "fc2_")
@@ -44,22 +46,28 @@ class LayerNormMLP(Fp8Module):
                  init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
                  activation_params: Mapping[str, float] | None = None, output_layer_init_method: Init | None = None,
                  params_dtype: Any = None, return_layernorm_output: bool = False, zero_centered_gamma: bool = False, device: Any = None,
-                 name: str | None = None, checkpoint: bool = False, **other: Any) -> None:
+                 name: str | None = None, checkpoint: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
+                 **other: Any) -> None:
         super().__init__()
-        later("LayerNormMLP", CONSTRUCTOR["LayerNormMLP"], other)
-        positive("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        self._activation_numbers = activation_numbers("LayerNormMLP", activation, activation_params)
-        dtype, where = resolve("LayerNormMLP", params_dtype, device)
+        op = "LayerNormMLP"
+        later(op, CONSTRUCTOR[op], other)
+        positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        hints(op, seq_length=seq_length, micro_batch_size=micro_batch_size)
+        self._activation_numbers = activation_numbers(op, activation, activation_params)
+        dtype, where = resolve(op, params_dtype, device)
         self.hidden_size, self.ffn_hidden_size, self.name = int(hidden_size), int(ffn_hidden_size), name
-        self.activation, self.use_bias, self.checkpoint = activation, bool(bias), bool(checkpoint)
-        self.return_bias, self.return_layernorm_output = bool(return_bias), bool(return_layernorm_output)
-        self._norm = NormSpec(self.hidden_size, normalization, float(eps), bool(zero_centered_gamma))
+        self.activation, self.use_bias, self.checkpoint = activation, flag(op, "bias", bias), flag(op, "checkpoint", checkpoint)
+        self.return_bias = flag(op, "return_bias", return_bias)
+        self.return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
+        zero_centered = flag(op, "zero_centered_gamma", zero_centered_gamma)
+        self._norm = NormSpec(self.hidden_size, normalization, number(op, "eps", eps), zero_centered)
+        first, second = init_of(op, "init_method", init_method), init_of(op, "output_layer_init_method", output_layer_init_method)
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(self._norm, dtype, where)
         rows = ACTIVATIONS[activation].parts * self.ffn_hidden_size
-        self.fc1_weight = make_parameter((rows, self.hidden_size), init_method or normal_init(), dtype, where)
-        self.fc1_bias = make_parameter((rows,), 0.0, dtype, where) if bias else None
-        self.fc2_weight = make_parameter((self.hidden_size, self.ffn_hidden_size), output_layer_init_method or normal_init(), dtype, where)
-        self.fc2_bias = make_parameter((self.hidden_size,), 0.0, dtype, where) if bias else None
+        self.fc1_weight = make_parameter((rows, self.hidden_size), first, dtype, where)
+        self.fc1_bias = make_parameter((rows,), 0.0, dtype, where) if self.use_bias else None
+        self.fc2_weight = make_parameter((self.hidden_size, self.ffn_hidden_size), second, dtype, where)
+        self.fc2_bias = make_parameter((self.hidden_size,), 0.0, dtype, where) if self.use_bias else None
 
     def weight_inputs(self) -> dict[str, Parameter]:
         return {"fc1_weight0": self.fc1_weight, "fc2_weight0": self.fc2_weight}

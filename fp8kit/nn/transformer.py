@@ -7,18 +7,19 @@ from functools import lru_cache
 from typing import Any
 
 from fp8kit import arrays
+from fp8kit.arguments import choice, flag, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention, known_options, sequence_starts
-from fp8kit.nn.dot_product_attention import one_of
 from fp8kit.nn.embedding import dropout_spec
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, as_tensor, positive
 from fp8kit.nn.norm import LayerNorm, RMSNorm
 from fp8kit.nn.norm_mlp import LayerNormMLP
 from fp8kit.nn.random import Init
+from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.drop_path import DropPathSpec, drop_path
 from fp8kit.ops.dropout_add import dropout_add
 
@@ -51,6 +52,8 @@ class TransformerLayer(Module):
     * ``fuse_qkv_params``, ``qkv_weight_interleaved``, ``zero_centered_gamma``, ``bias``, ``activation``, ``activation_params``,
       ``normalization``, ``layernorm_epsilon``, ``params_dtype``, ``device``, ``layer_number``, ``name``: as the children.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
+
+    Raises Fp8kitError for arguments out of their range.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
@@ -70,23 +73,25 @@ class TransformerLayer(Module):
         op = "TransformerLayer"
         later(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
-        for argument, p in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
-            if not 0 <= p < 1:
-                raise Fp8kitError(expected(op, argument, p, "a probability in [0, 1)"))
-        decoder = one_of(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
+        self.hidden_dropout = number(op, "hidden_dropout", hidden_dropout, 1.0)
+        self.drop_path_rate = number(op, "drop_path_rate", drop_path_rate, 1.0)
+        self.parallel_attention_mlp = flag(op, "parallel_attention_mlp", parallel_attention_mlp)
+        self.apply_residual_connection_post_layernorm = flag(op, "apply_residual_connection_post_layernorm",
+                                                             apply_residual_connection_post_layernorm)
+        output_layernorm = flag(op, "output_layernorm", output_layernorm)
+        choice(op, "attn_input_format", attn_input_format, FORMATS)
+        decoder = choice(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
         if decoder and attn_input_format == "thd":
             raise Fp8kitError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
         alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
-                 "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False)}
+                 "apply_residual_connection_post_layernorm": (self.apply_residual_connection_post_layernorm, False)}
         for argument, (value, usual) in alone.items():
-            if parallel_attention_mlp and value != usual:
+            if self.parallel_attention_mlp and value != usual:
                 raise Fp8kitError(expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp"))
-        self.hidden_size, self.hidden_dropout, self.drop_path_rate = hidden_size, float(hidden_dropout), float(drop_path_rate)
-        self.layer_number, self.name, self.layer_type, self.attn_input_format = layer_number, name, layer_type, attn_input_format
-        self.parallel_attention_mlp = bool(parallel_attention_mlp)
-        self.apply_residual_connection_post_layernorm = bool(apply_residual_connection_post_layernorm)
+        self.hidden_size, self.name = int(hidden_size), name
+        self.layer_number, self.layer_type, self.attn_input_format = layer_number, layer_type, attn_input_format
         shared: dict[str, Any] = {"bias": bias, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
-                                  "params_dtype": params_dtype, "device": device, "return_bias": not parallel_attention_mlp}
+                                  "params_dtype": params_dtype, "device": device, "return_bias": not self.parallel_attention_mlp}
 
         def attention(child: str, mask: str, window: tuple[int, int] | None, corner: bool | None, **more: Any) -> MultiheadAttention:
             return MultiheadAttention(
@@ -127,6 +132,9 @@ class TransformerLayer(Module):
         * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``, ``checkpoint_core_attention`` and the other
           ``options``: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
           and ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see ``Linear``.
+
+        Raises ShapeError and FormatError for arrays that do not fit, Fp8kitError for other arguments that do not, TypeError for an unknown
+        option.
         """
         op = "TransformerLayer"
         known_options(op, options)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8kit.arguments import integer
+from fp8kit.arguments import choice, flag, integer
 from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import DType
@@ -43,21 +43,20 @@ class Steps:
         if custom_cache_manager is not None:
             raise Fp8kitError(expected(_OP, "custom_cache_manager", repr(custom_cache_manager), "None: nothing else is supported yet"))
         _positive(max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
-        sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v, "max_ctx_len": max_ctx_len}
+        sizes = {"num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v, "max_ctx_len": max_ctx_len,
+                 "total_num_pages": total_num_pages, "page_size": page_size}
         _positive(**{name: size for name, size in sizes.items() if size is not None})
-        if qkv_format not in FORMATS:
-            raise Fp8kitError(expected(_OP, "qkv_format", repr(qkv_format), f"one of {', '.join(FORMATS)}"))
+        self.is_paged, self.qkv_format = flag(_OP, "is_paged", is_paged), choice(_OP, "qkv_format", qkv_format, FORMATS)
         for name, value in (("total_num_pages", total_num_pages), ("page_size", page_size)):
-            if (value is None) == bool(is_paged):
+            if (value is None) == self.is_paged:
                 raise Fp8kitError(expected(_OP, name, value, "a positive int with is_paged=True, None without"))
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
         self.num_heads_kv, self.head_dim_k, self.head_dim_v = num_heads_kv, head_dim_k, head_dim_v if head_dim_v else head_dim_k
-        self.dtype, self.is_paged, self.qkv_format = dtype, bool(is_paged), qkv_format
+        self.dtype = dtype
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         # without pages, one page holds a whole sequence
         self.total_num_pages = self.max_batch_size if total_num_pages is None else total_num_pages
         self.page_size = self.max_sequence_length if page_size is None else page_size
-        _positive(total_num_pages=self.total_num_pages, page_size=self.page_size)
         self._caches: dict[int, Cache] = {}
         self.reset()
 
@@ -177,7 +176,7 @@ class Steps:
         """Position of each sequence's first new token, int32 (batch,) on the device: ``start_positions`` of ``apply_rotary_pos_emb``.
         ShapeError where ``batch`` is not the step's."""
         starts = self._sent("starts")
-        if batch != self.batch_size:
+        if integer(_OP, "batch", batch) != self.batch_size:
             raise ShapeError(expected(_OP, "batch", batch, f"{self.batch_size}, the sequences of the last pre_step"))
         return starts
 
@@ -194,13 +193,13 @@ class Steps:
         for name in ("num_heads_kv", "head_dim_k", "dtype"):
             if getattr(self, name) is None:
                 raise Fp8kitError(expected(_OP, name, None, "a value, where memory is made before a layer says its own"))
-        self._cache(_OP, layer_number, self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype)  # type: ignore[arg-type]
+        self._cache(_OP, integer(_OP, "layer_number", layer_number), self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype)  # type: ignore[arg-type]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Any, Any]:
         """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in the step's order, 0 beyond a
         sequence's length. Fp8kitError for a layer without caches."""
         pages, totals = self._sent("pages"), self._sent("cu_seqlens_kv")
-        if layer_number not in self._caches:
+        if integer(_OP, "layer_number", layer_number) not in self._caches:
             raise Fp8kitError(expected(_OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"))
         found = []
         for cache in self._caches[layer_number]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fp8kit.arguments import choice, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import FormatError, ShapeError, expected
@@ -31,11 +32,11 @@ def activation_numbers(operation: str, activation: str, params: Mapping[str, Any
 
     FormatError for an unknown activation, a name that it does not have, what is no finite number, and a limit that is not positive.
     """
-    row = ACTIVATIONS.get(activation)
-    if row is None:
-        raise FormatError(expected(operation, "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
+    row = ACTIVATIONS[choice(operation, "activation", activation, ACTIVATIONS, FormatError)]
+    if params is not None and not isinstance(params, Mapping):
+        raise FormatError(expected(operation, "activation_params", shown(params), "a mapping of names to numbers"))
     given = dict(params or {})
-    unknown = sorted(set(given) - set(row.params))
+    unknown = [name for name in given if name not in row.params]
     if unknown:
         wanted = f"names out of {', '.join(row.params)}" if row.params else f"none for {activation}"
         raise FormatError(expected(operation, "activation_params", ", ".join(map(repr, unknown)), wanted))

@@ -60,6 +60,22 @@ template <int N> DEVICE void load_codes(const u8* from, u32 (&words)[N / 4]) {
   for (int i = 0; i < N / 4; ++i) words[i] = raw[i];
 }
 
+// Byte j of row k becomes byte k of column j.
+DEVICE void transpose4(u32 row0, u32 row1, u32 row2, u32 row3, u32* columns) {
+  const u32 low01 = __byte_perm(row0, row1, 0x5140), low23 = __byte_perm(row2, row3, 0x5140);
+  const u32 high01 = __byte_perm(row0, row1, 0x7362), high23 = __byte_perm(row2, row3, 0x7362);
+  columns[0] = __byte_perm(low01, low23, 0x5410);
+  columns[1] = __byte_perm(low01, low23, 0x7632);
+  columns[2] = __byte_perm(high01, high23, 0x5410);
+  columns[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// Four rows of eight codes as eight columns of four codes.
+DEVICE void transpose_codes(const u32 (&codes)[4][2], u32 (&columns)[8]) {
+  transpose4(codes[0][0], codes[1][0], codes[2][0], codes[3][0], columns);
+  transpose4(codes[0][1], codes[1][1], codes[2][1], codes[3][1], columns + 4);
+}
+
 template <int N> DEVICE void store_codes(u8* to, const u32 (&words)[N / 4]) {
   alignas(16) u32 raw[N / 4];
 #pragma unroll

@@ -70,16 +70,6 @@ extern "C" __global__ void __launch_bounds__(256) dequantize_fp8(const u8* q, T*
 
 constexpr int ROWS = 128, COLUMNS = 64;  // a block's tile; a thread takes 4 rows of 8 columns
 
-// Four words that hold four columns of one row each become four words that hold four rows of one column each.
-DEVICE void transpose4x4(u32& a, u32& b, u32& c, u32& d) {
-  const u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
-  const u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
-  a = __byte_perm(ab_low, cd_low, 0x5410);
-  b = __byte_perm(ab_low, cd_low, 0x7632);
-  c = __byte_perm(ab_high, cd_high, 0x5410);
-  d = __byte_perm(ab_high, cd_high, 0x7632);
-}
-
 // x (rows, columns) into q (padded_rows, padded_columns; rows q_stride apart) and q_t (padded_columns, padded_rows; rows qt_stride
 // apart), either may be null; zero codes beyond x. amax may be null. partials: null, or float [tiles down][columns], written with each
 // tile's column sums. A one-dimensional grid of 256 threads a tile, tiles across first.
@@ -132,15 +122,10 @@ extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x,
 
   if (q_t != nullptr) {
     u32* place = reinterpret_cast<u32*>(turned);
+    u32 lines[8];
+    transpose_codes(words, lines);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      transpose4x4(words[0][half], words[1][half], words[2][half], words[3][half]);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const u32 line = 8 * group + 4 * half + c;
-        place[line * (ROWS / 4) + (((quad / 4) ^ group) * 4 + quad % 4)] = words[c][half];
-      }
-    }
+    for (int c = 0; c < 8; ++c) place[(8 * group + c) * (ROWS / 4) + (((quad / 4) ^ group) * 4 + quad % 4)] = lines[c];
     __syncthreads();
 #pragma unroll
     for (int turn = 0; turn < COLUMNS * (ROWS / 16) / 256; ++turn) {

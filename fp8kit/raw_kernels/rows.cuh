@@ -145,22 +145,6 @@ template <int N> DEVICE void write_codes(u8* to, int valid, bool wide, const u32
   }
 }
 
-// Byte j of row k becomes byte k of column j.
-DEVICE void transpose4(u32 row0, u32 row1, u32 row2, u32 row3, u32* columns) {
-  const u32 low01 = __byte_perm(row0, row1, 0x5140), low23 = __byte_perm(row2, row3, 0x5140);
-  const u32 high01 = __byte_perm(row0, row1, 0x7362), high23 = __byte_perm(row2, row3, 0x7362);
-  columns[0] = __byte_perm(low01, low23, 0x5410);
-  columns[1] = __byte_perm(low01, low23, 0x7632);
-  columns[2] = __byte_perm(high01, high23, 0x5410);
-  columns[3] = __byte_perm(high01, high23, 0x7632);
-}
-
-// Four rows of eight codes as eight columns of four codes.
-DEVICE void transpose_codes(const u32 (&codes)[4][2], u32 (&columns)[8]) {
-  transpose4(codes[0][0], codes[1][0], codes[2][0], codes[3][0], columns);
-  transpose4(codes[0][1], codes[1][1], codes[2][1], codes[3][1], columns + 4);
-}
-
 // Four rows of eight codes into q at (row, column); columns from `end` on belong to others. `wide`: the addresses are multiples of 8.
 DEVICE void write_q(const Cast& cast, const u32 (&codes)[4][2], i64 row, i64 column, i64 end, bool wide) {
   if (cast.q == nullptr) return;

@@ -23,8 +23,6 @@ NOT_ARRAYS = {
 SHAPES = re.compile(r"\bshapes?\b|\bdtypes?\b|\barrays? of\b|float32|int64|\(\.\.\.|\bh \(")
 ERRORS = re.compile(r"[Ee]rrors?\b")
 REFERENCE = re.compile(r"\bas ``(\w+)``")  # to another public name, which then speaks for this one too
-# says what it takes by pointing to its parts, which no reference can follow
-POINTS_TO_PARTS = {"fp8kit.nn.TransformerLayer.forward"}
 
 
 class Public(NamedTuple):
@@ -90,7 +88,7 @@ def test_says_what_it_takes(public: Public) -> None:
     text = documented(public)
     assert text, f"{public.name} has no docstring"
     taken = takes_arrays(public)
-    if taken and public.name not in POINTS_TO_PARTS:
+    if taken:
         assert SHAPES.search(text), f"{public.name} takes {taken} and says neither shapes nor dtypes"
         assert ERRORS.search(text), f"{public.name} takes {taken} and does not say which errors it raises"
 

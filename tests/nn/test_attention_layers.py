@@ -6,12 +6,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import fp8kit as fk
 from fp8kit import formats, nn
 from fp8kit.autograd import tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits
-from tests.nn.products import Product, f64
+from tests.nn.products import Product, f64, host
 from tests.nn.running_error import R, assert_within, norm, norm_grad
 from tests.nn.test_layers import draw, make
 from tests.nn.test_transformer import Head
@@ -278,3 +279,23 @@ def test_refusals_name_the_argument(call, words):
         call()
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_checkpointed_call_gives_the_same_bits(device):
+    """Dropout, biases and lengths included; what backward needs is computed once more, with what the arguments were."""
+    found = []
+    for again in (False, True):
+        nn.manual_seed(5)
+        module = nn.DotProductAttention(HEADS, D, GROUPS, attention_dropout=0.3, attn_mask_type="padding_causal", softmax_type="learnable",
+                                        device=device)
+        q, k, v = (tensor(draw(i, (7, 2, n, D), "float32"), requires_grad=True, device=device)
+                   for i, n in enumerate((HEADS, GROUPS, GROUPS)))
+        bias = tensor(draw(4, (1, HEADS, 7, 7), "float32"), requires_grad=True, device=device)
+        sums = np.array([0, 7, 12], np.int32)
+        with fk.deterministic(True):
+            o = module(q, k, v, cu_seqlens_q=sums, cu_seqlens_kv=sums, core_attention_bias_type="pre_scale_bias", core_attention_bias=bias,
+                       checkpoint_core_attention=again)
+            o.backward(draw(5, o.shape, "float32"))
+        found.append([host(x) for x in (o, q.grad, k.grad, v.grad, bias.grad, module.softmax_offset.grad)])
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -262,22 +262,12 @@ def test_a_decoder_hands_its_options_down(device):
     assert not np.array_equal(plain, y(source, enc_dec_attn_mask_type="no_mask", core_attention_bias_type="alibi", alibi_slopes=slopes))
 
 
-class Cache:
-    """What MultiheadAttention asks of ``inference_params``."""
-
-    def __init__(self, starts):
-        self.starts = np.array(starts, np.int32)
-        self.max_seqlen_kv = S + max(starts)
-
-    def rope_starts(self, batch):
-        assert batch == len(self.starts)
-        return self.starts
-
-
 @pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2, "fuse_qkv_params": True}])
 def test_positions_start_where_the_inference_says(device, options, monkeypatch):
     module = make(nn.MultiheadAttention, device, "float32", **BASE, **options)
-    cache, seen, forward = Cache([3, 3]), [], DotProductAttention.forward
+    cache, seen, forward = nn.InferenceParams(B, S + 3, qkv_format="sbhd", device=device), [], DotProductAttention.forward
+    for new in (3, S):
+        cache.pre_step(dict.fromkeys(range(B), new))
 
     def without(self, *given, inference_params=None, **named):
         seen.append(inference_params)
@@ -408,6 +398,13 @@ def layer(**options):
         (lambda: layer(drop_path_rate=1.0), ["drop_path_rate", "1.0"]),
         (lambda: layer(qk_norm_type="rms"), ["qk_norm_type", "RMSNorm"]),
         (lambda: layer(seq_length=0), ["seq_length", "0"]),
+        (lambda: nn.LayerNormMLP(H, 48, device="cpu", micro_batch_size=0), ["LayerNormMLP: micro_batch_size", "0"]),
+        (lambda: layer(init_method=0), ["init_method", "0", "a function"]),
+        (lambda: layer(bias="yes"), ["bias", "'yes'", "True or False"]),
+        (lambda: layer(hidden_dropout=float("nan")), ["hidden_dropout", "nan"]),
+        (lambda: layer()(X, rotary_pos_emb=np.zeros((S - 1, 8), np.float32)), ["rope: rotary_pos_emb", f"at least {S} positions"]),
+        (lambda: nn.DotProductAttention(HEADS, 7, device="cpu")(X, X, X), ["attention: query_layer", f"{X.shape}"]),
+        (lambda: nn.DotProductAttention(1, H, device="cpu")(X, X, X, core_attention_bias=X), ["attention: core_attention_bias", "no_bias"]),
         (lambda: layer()(X, encoder_output=X), ["encoder_output", "encoder"]),
         (lambda: layer(layer_type="decoder")(X), ["TransformerLayer: encoder_output", "decoder"]),
         (lambda: nn.MultiheadAttention(H, HEADS, device="cpu", return_layernorm_output=True),

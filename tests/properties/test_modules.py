@@ -106,6 +106,29 @@ def test_norms(x, dtype, kind, zero_centered, eps, seed):
     assert_close("dweight", host(layer.weight.grad), (g * normed).sum(0), dtype, weight_slack)
 
 
+@examples(80)
+@given(things(ANY, 0, 4), st.sampled_from([0.0, 1e-6, 1.0]), seeds)
+def test_l2_normalization(x, eps, seed):
+    dtype, layer = x.values.dtype, nn.L2Normalization(eps=eps)
+    leaf = attempt(lambda: fk.tensor(x.thing, requires_grad=True), x)
+    y = leaf if isinstance(leaf, Fp8kitError) else attempt(lambda: layer(leaf), x)
+    fits = x.values.ndim and dtype in HIGH and not x.refused
+    assert isinstance(y, Fp8kitError) != bool(fits)
+    if not fits or not x.values.size:
+        return
+    rows = x.values.astype(float).reshape(-1, x.values.shape[-1])
+    width, power = rows.shape[1], (rows**2).sum(1, keepdims=True) + np.float32(eps)
+    if (power < 1e-12).any():
+        return
+    length = np.sqrt(power)
+    slack = (width + 16) * 2.0**-24  # relative, of the sum of squares and of its root
+    assert_close("y", host(y).reshape(rows.shape), rows / length, dtype, slack * np.abs(rows) / length)
+    g = gradients(layer, y, seed).reshape(rows.shape)
+    dx = (g - rows * (g * rows).sum(1, keepdims=True) / power) / length
+    size = (np.abs(g) + np.abs(rows) * (np.abs(g) * np.abs(rows)).sum(1, keepdims=True) / power) / length
+    assert_close("dx", host(leaf.grad).reshape(rows.shape), dx, dtype, 4 * slack * size)
+
+
 @examples(100)
 @given(things(ANY, 0, 3), st.sampled_from([1, 3, 16]), st.sampled_from(HIGH), seeds)
 def test_embedding(ids, features, dtype, seed):
@@ -319,3 +342,54 @@ def test_attention(batch, rows, columns, heads, dim, mask, form, seed):
     got = f64(o) if form == "sbhd" else f64(o).swapaxes(0, 1)
     spread = (dim + columns + 24) * 2.0**-23 * (1 + np.abs(scores).max()) * (np.abs(v).max() + 1)
     assert_close("o", got.reshape(want.shape), want, "float32", spread)
+
+
+ROOMS = [{}, {"is_paged": True, "page_size": 3, "total_num_pages": 9}]
+STEPS = st.lists(st.dictionaries(st.sampled_from("abcd"), st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+@examples(40)
+@given(STEPS, st.sampled_from(["sbhd", "bshd", "thd"]), st.sampled_from(ROOMS), seeds)
+def test_inference_params(steps, form, room, seed):
+    """Whatever sequences join, go on, finish and come back: each new token attends over its own sequence up to itself, or the step does not
+    fit, and nothing has changed."""
+    heads, dim, most = 2, 4, 9
+    params = nn.InferenceParams(3, most, qkv_format=form, device="cpu", **room)
+    layer = nn.DotProductAttention(heads, dim, qkv_format=form, layer_number=1, device="cpu")
+    rng, told = np.random.default_rng(seed), {}  # sequence -> q, k, v of all its tokens
+    for step in steps:
+        grown = {name: len(told[name][0]) + new if name in told else new for name, new in step.items()}
+        pages = sum(-(-length // params.page_size) for length in grown.values())
+        before = dict(params.sequences)
+        lengths = attempt(lambda step=step: params.pre_step(step))
+        assert isinstance(lengths, Fp8kitError) == (max(grown.values()) > most or pages > params.total_num_pages)
+        if isinstance(lengths, Fp8kitError):
+            assert params.sequences == before
+            continue
+        assert lengths == grown
+        fresh = {name: [rng.standard_normal((new, heads, dim)).astype(np.float32) for _ in range(3)] for name, new in step.items()}
+        told = {name: [np.concatenate([*([told[name][i]] if name in told else []), part]) for i, part in enumerate(parts)]
+                for name, parts in fresh.items()}
+        longest = max(step.values())
+
+        def laid(i, fresh=fresh, longest=longest):
+            parts = [part[i] for part in fresh.values()]
+            if form == "thd":
+                return np.concatenate(parts)
+            whole = np.stack([np.concatenate([part, np.full((longest - len(part), heads, dim), np.nan, np.float32)]) for part in parts])
+            return whole if form == "bshd" else whole.swapaxes(0, 1)
+
+        with fk.no_grad():
+            o = host(layer(*(laid(i) for i in range(3)), inference_params=params)).astype(float)
+        ends = np.cumsum(list(step.values()))
+        rows = np.split(o, ends[:-1]) if form == "thd" else [r[:new] for r, new in zip(o if form == "bshd" else o.swapaxes(0, 1),
+                                                                                      step.values(), strict=True)]
+        for name, got in zip(step, rows, strict=True):
+            q, k, v = (part.astype(float) for part in told[name])
+            scores = np.einsum("shd,thd->hst", q, k) / np.sqrt(dim)
+            weights = np.tril(np.exp(scores))
+            want = np.einsum("hst,thd->shd", weights / weights.sum(-1, keepdims=True), v)[-step[name]:]
+            spread = (dim + most + 24) * 2.0**-23 * (1 + np.abs(scores).max()) * (np.abs(v).max() + 1)
+            assert_close(name, got.reshape(want.shape), want, "float32", spread)
+        again = attempt(lambda: layer(*(laid(i) for i in range(3)), inference_params=params))
+        assert isinstance(again, Fp8kitError)  # a layer takes a step once

@@ -28,7 +28,6 @@ ELSEWHERE = {
     "testing.attention_oracle": "an oracle itself; tests/nn/test_attention_op.py",
     "testing.check_grads": "a checker; tests/autograd/test_ops.py",
     "testing.relative_error": "a checker; tests/models/test_gpt.py",
-    "nn.MultiheadAttention": "FP8 state above; its arguments in tests/nn/test_attention_layers.py",
     **{f"nn.Module.{name}": "walks the tree; tests/nn/test_module.py" for name in (
         "buffers", "children", "eval", "forget", "named_buffers", "named_modules", "zero_grad")},
     **{f"{name}.check_state_dict": "what load_state_dict calls first" for name in (
@@ -38,7 +37,6 @@ ELSEWHERE = {
     "serialization.mapping": "a check; every load_state_dict above calls it",
     "Tensor.accumulate": "what the tape calls on a leaf", "Tensor.edge": "where the tape finds a leaf",
     "autograd.is_grad_enabled": "reads a flag; tests/autograd/test_tape.py",
-    "nn.TransformerLayer": "FP8 state above; its arguments in tests/nn/test_transformer.py",
 }
 
 

@@ -1,0 +1,132 @@
+"""The contract of attention, and what its kernels need to know beside their arrays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from fp8kit.arrays import ArrayView, Shape
+from fp8kit.formats import DType
+
+
+class AttentionSpec(Protocol):
+    """What the attention kernels need to know beside their arrays; ``fp8kit.ops.attention_spec.AttentionSpec`` is one."""
+
+    @property
+    def qkv_format(self) -> str:
+        """Order of the dimensions of q, k, v, o: "sbhd" or "bshd"."""
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of q k^T."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether true lengths come in cu_seqlens."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask array comes."""
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Band round the diagonal that a row sees, (left, right), -1 unbounded; a causal mask is (-1, 0). See ``Kernels.attention_fwd``."""
+
+    @property
+    def bottom_right(self) -> bool:
+        """Whether the diagonal ends at the last row and column, instead of starting at the first."""
+
+    @property
+    def bias(self) -> str:
+        """What is added to the scores: "no_bias"; "pre_scale_bias" or "post_scale_bias" (a bias array comes); "alibi" (slopes come)."""
+
+    @property
+    def softmax_type(self) -> str:
+        """Which softmax: "vanilla", "off-by-one" or "learnable" (a softmax_offset array comes)."""
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropping a weight, in [0, 1)."""
+
+
+class AttentionExtras(NamedTuple):
+    """What an attention may be given beside q, k and v; ``None`` where its spec does not ask for it.
+
+    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of each batch's true lengths.
+    * ``rng``: see the conventions; where dropout > 0.
+    * ``mask``: uint8 or bool (1 | b, 1 | h, 1 | s_q, s_kv), not 0 where a score is masked out.
+    * ``bias``: h, q's dtype, (1 | b, 1 | h, 1 | s_q, s_kv).
+    * ``alibi_slopes``: float32 (h,) or (b, h). ``softmax_offset``: float32 (h,).
+    """
+
+    cu_seqlens_q: ArrayView | None = None
+    cu_seqlens_kv: ArrayView | None = None
+    rng: ArrayView | None = None
+    mask: ArrayView | None = None
+    bias: ArrayView | None = None
+    alibi_slopes: ArrayView | None = None
+    softmax_offset: ArrayView | None = None
+
+
+class Attentions(Protocol):
+    """Attention over padded batches, and the way there from sequences one after the other."""
+
+    def attention_fwd(
+        self,
+        q: ArrayView,
+        k: ArrayView,
+        v: ArrayView,
+        o: ArrayView,
+        lse: ArrayView,
+        extras: AttentionExtras,
+        spec: AttentionSpec,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """o = dropout(softmax(scores)) v over the scores that a row sees. q: h (s_q, b, h, d) for sbhd, (b, s_q, h, d) for bshd; k with
+        s_kv and h_kv heads (h_kv divides h); v as k and o as q, but with d_v features; all may be strided, last stride 1.
+
+        With n_q, n_kv a batch's true lengths (at most s_q, s_kv; these without cu_seqlens), row i stands at i' = i + n_kv - n_q where
+        ``bottom_right``, else at i' = i. It sees column j iff i < n_q and j < n_kv, and j >= i' - left where left >= 0, and
+        j <= i' + right where right >= 0, and the mask is 0 there. Score (Press et al., ALiBi, 2022): scale * q k^T;
+        scale * (q k^T + bias); scale * q k^T + bias; or scale * q k^T - slope * |i' - j|. Softmax types "off-by-one" (Miller 2023) and
+        "learnable" (Xiao et al. 2023, attention sinks) add one more score, 0 or softmax_offset[h], to every row i < n_q: it takes weight
+        and gives nothing to o.
+
+        lse: float32 (b, h, s_q), the row's log-sum-exp, that further score included; -Inf for a row that sees nothing (vanilla) or lies
+        beyond n_q. o of a row that sees nothing is 0. P's element index for dropout is ((b * heads + h) * s_q + i) * s_kv + j."""
+
+    def attention_bwd(
+        self,
+        do: ArrayView,
+        q: ArrayView,
+        k: ArrayView,
+        v: ArrayView,
+        o: ArrayView,
+        lse: ArrayView,
+        dq: ArrayView,
+        dk: ArrayView,
+        dv: ArrayView,
+        dbias: ArrayView | None,
+        doffset: ArrayView | None,
+        extras: AttentionExtras,
+        spec: AttentionSpec,
+        deterministic: bool,
+        workspace: ArrayView | None,
+        stream: int,
+    ) -> None:
+        """Gradients of ``attention_fwd`` (Dao et al. 2022, appendix B: P is recomputed from lse). dq, dk, dv like q, k, v, may be strided;
+        every element is written, padding rows as 0. dbias: like the bias, C-contiguous, or None; doffset: float32 (h,) or None."""
+
+    def attention_workspace(
+        self, q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool
+    ) -> int:
+        """Bytes of workspace for q, k and v of these shapes; ``dbias``: the bias's shape where backward makes its gradient."""
+
+    def unpack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
+        """Sequences that lie one after the other, made a padded batch: y[b, i] = x[starts[b] + i] for i < lengths[b + 1] - lengths[b], 0
+        beyond. x: h (t, n); y: h (b, s, n); lengths, starts: int32 (b + 1,), running sums (of true and of padded lengths; the same array
+        where nothing lies between the sequences)."""
+
+    def pack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
+        """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence, NaN in rows of a sequence beyond its first s.
+        x: h (b, s, n); y: h (t, n)."""
