@@ -73,7 +73,8 @@ class MultiHeadAttention(nnx.Module):
             wanted = f"one of L2Normalization, {', '.join(QK_NORMS)}"
             raise FormatError(expected("MultiHeadAttention", "qk_norm_type", repr(qk_norm_type), wanted))
         self.groups, self.head_dim = num_gqa_groups or heads, head_dim or hidden_size // heads
-        self.cross, self.rotary, self.qk_norm_type, self.qk_norm_eps, self.first = cross, rotary, qk_norm_type, qk_norm_eps, qk_norm_before_rope
+        self.cross, self.rotary, self.first = cross, rotary, qk_norm_before_rope
+        self.qk_norm_type, self.qk_norm_eps = qk_norm_type, qk_norm_eps
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
         norm = {"epsilon": epsilon, "layernorm_type": layernorm_type, "zero_centered_gamma": zero_centered_gamma}
 

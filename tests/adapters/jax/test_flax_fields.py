@@ -64,7 +64,10 @@ def test_dropped_paths_are_whole_samples(transposed):
     variables = layer.init(jax.random.key(0), x, deterministic=True)
     y = layer.apply(variables, x, rngs={"dropout": jax.random.key(3)})
     y, x = (y.swapaxes(0, 1), x.swapaxes(0, 1)) if transposed else (y, x)
-    kinds = np.unique(np.asarray(y).reshape(32, -1), axis=0)
+    kinds = []
+    for row in np.asarray(y):
+        if not any(np.allclose(row, kind, rtol=0, atol=2.0**-10) for kind in kinds):
+            kinds.append(row)
     assert len(kinds) == 4  # each branch there or not
     untouched = sum(np.array_equal(a, b) for a, b in zip(y, x, strict=True))
     assert 0 < untouched < 32
@@ -116,7 +119,7 @@ def test_input_axes_constrain():
     x = jax.random.normal(jax.random.key(2), (8, 16, 32))
     variables = module.init(jax.random.key(0), x)
     assert variables["params"]["kernel"].names == ("in", "out")
-    with mesh, nn.logical_axis_rules((("rows", "data"), ("in", None), ("out", None))):
+    with jax.set_mesh(mesh), nn.logical_axis_rules((("rows", "data"), ("in", None), ("out", None))):
         y = jax.jit(module.apply)(variables, x)
     assert y.sharding.spec[0] == "data"
     np.testing.assert_allclose(np.asarray(y), np.asarray(module.apply(variables, x)), rtol=0, atol=32 * 2.0**-21)
