@@ -14,9 +14,12 @@ from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
 
+# how many arrays come -> fp8kit's layout, its inputs, and how many of q, k and v each holds
+LAYOUTS = {1: ("qkv", ("qkv",), (3,)), 2: ("q_kv", ("q", "kv"), (1, 2)), 3: ("separate", ("q", "k", "v"), (1, 1, 1))}
+
 
 def dot_product_attention(
-    query: Any, key: Any, value: Any, *, attn_mask_type: str = "causal", mask: Any = None, bias: Any = None,
+    query: Any, key: Any = None, value: Any = None, *, attn_mask_type: str = "causal", mask: Any = None, bias: Any = None,
     attn_bias_type: str | None = None, scale_factor: float | None = None, dropout_rate: float = 0.0, dropout_key: Any = None,
     qkv_format: str = "bshd", window_size: tuple[int, int] | None = None, softmax_type: str = "vanilla", softmax_offset: Any = None,
     alibi_slopes: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None,
@@ -25,7 +28,8 @@ def dot_product_attention(
     """dropout(softmax(scores)) value for each head, scores = scale_factor * query key^T and a bias (Vaswani et al. 2017).
 
     * ``query``: h (b, s_q, heads, d); ``key``: h (b, s_kv, groups, d); ``value``: h (b, s_kv, groups, d_v), groups a divisor of heads. With
-      "sbhd" the sequence comes first, with "thd" t tokens stand for b and s.
+      "sbhd" the sequence comes first, with "thd" t tokens stand for b and s. Packed, and then neither split nor joined in memory: ``query``
+      (b, s, 3, heads, d) alone, or ``query`` and ``key`` (b, s_kv, 2, groups, d).
     * ``attn_mask_type``: "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right" or
       "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out. Padding: ``cu_seqlens_q``, ``cu_seqlens_kv``,
       int32 (b + 1,), running sums of the true lengths.
@@ -34,30 +38,34 @@ def dot_product_attention(
 
     Returns h (b, s_q, heads, d_v), or as query's format has it.
     """
-    q, k, v = (jnp.asarray(a) for a in (query, key, value))
-    dims = 3 if qkv_format == "thd" else 4
-    for name, array in (("query", q), ("key", k), ("value", v)):
-        if array.ndim != dims:
-            raise ShapeError(expected("dot_product_attention", name, f"shape {array.shape}", f"{dims} dimensions for {qkv_format!r}"))
+    layers = [jnp.asarray(a) for a in (query, key, value) if a is not None]
+    dims, (layout, names, packed) = 3 if qkv_format == "thd" else 4, LAYOUTS[len(layers)]
+    if (value is not None and key is None) or any(
+        a.ndim != dims + (count > 1) or (count > 1 and a.shape[-3] != count) for a, count in zip(layers, packed, strict=True)
+    ):
+        wanted = f"{dims} dimensions each for {qkv_format!r}, or packed with 3 or 2 before the heads"
+        raise ShapeError(expected("dot_product_attention", "shapes", [a.shape for a in layers], wanted))
     if dropout_rate and dropout_key is None:
         raise ShapeError(expected("dot_product_attention", "dropout_key", None, f"a JAX key with dropout_rate {dropout_rate}"))
     biased = attn_bias_type or ("no_bias" if bias is None else "post_scale_bias")
-    heads, head_dim = q.shape[-2:]
+    heads, head_dim = layers[0].shape[-2:]
     spec = AttentionSpec(
-        heads, head_dim, k.shape[-2], qkv_format, attn_mask_type, float(scale_factor or 0.0), float(dropout_rate),
-        get_policy().deterministic, "separate", v.shape[-1],
+        heads, head_dim, layers[-1].shape[-2], qkv_format, attn_mask_type, float(scale_factor or 0.0), float(dropout_rate),
+        get_policy().deterministic, layout, layers[-1].shape[-1],
         (-1, -1) if window_size is None else tuple(window_size), bottom_right_diagonal, biased, softmax_type,
         max_seqlen_q, max_seqlen_kv,
     )  # fmt: skip
     if biased == "alibi" and alibi_slopes is None:
         alibi_slopes = jnp.asarray(slopes(heads))
     inputs = {
-        "q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "softmax_offset": softmax_offset,
+        **{name: a.reshape(*a.shape[: dims - 2], -1) if count > 1 else a for name, a, count in zip(names, layers, packed, strict=True)},
+        "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "softmax_offset": softmax_offset,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
         "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
     }  # fmt: skip
     inputs |= rng_inputs(dropout_key) if dropout_rate else {}
-    return apply(attention, spec, inputs, pairs=("rng",))["o"].reshape(*q.shape[:-1], v.shape[-1])
+    leading = layers[0].shape[: dims - 2]
+    return apply(attention, spec, inputs, pairs=("rng",))["o"].reshape(*leading, heads, layers[-1].shape[-1])
 
 
 def running_sums(lengths: Any) -> Any:

@@ -119,7 +119,7 @@ class _Flight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
+        self._count, self._last = 0, 0.0
         self.used = False
 
     @contextlib.contextmanager
@@ -132,23 +132,24 @@ class _Flight:
         finally:
             with self._lock:
                 self._count -= 1
+                self._last = time.monotonic()
 
     def drain(self) -> None:
-        """Wait for the results that are still held, then until no call runs and every other thread of the process sleeps; at most
-        ``_LONGEST`` seconds, for a thread of the user's may never sleep."""
+        """Wait for the results that are still held, then until no call runs and none can follow: every other thread sleeps, or, since a
+        thread of another library may never sleep, ``_SILENCE`` seconds have passed since the last call."""
         if not self.used:
             return
         with contextlib.suppress(RuntimeError):  # what fails here has failed for the user already
             for array in jax.live_arrays():
                 with contextlib.suppress(RuntimeError, ValueError):  # deleted meanwhile, or the result of a failed call
                     array.block_until_ready()
-        end, quiet = time.monotonic() + _LONGEST, 0
-        while quiet < _QUIET and time.monotonic() < end:
+        start, quiet = time.monotonic(), 0
+        while self._count or (quiet < _QUIET and time.monotonic() - max(start, self._last) < _SILENCE):
             quiet = 0 if self._count or _busy() else quiet + 1
             time.sleep(_PAUSE)
 
 
-_LONGEST, _PAUSE, _QUIET = 60.0, 0.002, 5  # seconds, seconds, looks in a row
+_SILENCE, _PAUSE, _QUIET = 2.0, 0.002, 5  # seconds, seconds, looks in a row
 
 
 def _busy() -> bool:

@@ -22,7 +22,7 @@ from jax.interpreters import batching, mlir
 
 from fp8kit import formats
 from fp8kit.arrays import CPU, Device
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import BackendError, FormatError, ShapeError, expected
 from fp8kit.spec import Meta
 from fp8kit_jax import calls, manual, sharding
 from fp8kit_jax.program import Program, prepare
@@ -43,7 +43,7 @@ def bind(*arrays: Any, program: Program) -> list[Any]:
     """The primitive for a program. Where XLA may have several devices to itself, it holds the program's form that can be split: JAX must
     see it when it traces."""
     alone = not _several() or jax.sharding.get_abstract_mesh().manual_axes
-    return call_p.bind(*arrays, program=program, split=None if alone else _split(program))
+    return call_p.bind(*arrays, program=program, split=None if alone else _split(program, jax.sharding.get_abstract_mesh()))
 
 
 @functools.cache
@@ -57,7 +57,8 @@ def _several() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _split(program: Program) -> Any:
+def _split(program: Program, mesh: Any) -> Any:
+    """The split form of a program as a jaxpr, traced where ``mesh`` is in force."""
     shapes = [jax.ShapeDtypeStruct(*wire(meta)) for _, meta in program.arguments]
     return jax.make_jaxpr(sharding.partitioned(program, part_p.bind))(*shapes)
 
@@ -122,7 +123,14 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
 
 def _lower_anywhere(ctx: Any, *operands: Any, program: Program, split: Any) -> Any:
     """Split over devices where XLA has several to itself; in a shard_map, and on one device, as it is."""
-    several = getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
+    axes = ctx.module_context.axis_context
+    several = getattr(axes, "num_devices", 1) > 1
+    if several and split is not None and axes.abstract_mesh is None:  # no argument of jit says it; the mesh that is set does
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.size != axes.num_devices:
+            got = f"shardings over {axes.num_devices} devices, none of an argument with a mesh"
+            raise BackendError(expected(program.operation, "mesh", got, "a NamedSharding, or jax.set_mesh around the call"))
+        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=replace(axes, abstract_mesh=mesh)))
     run = jaxpr_as_fun(split) if several and split is not None else functools.partial(part_p.bind, program=program)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 

@@ -28,7 +28,8 @@ from fp8kit.spec import Meta
 from fp8kit_jax.program import Named, Program
 from fp8kit_jax.rules_amax import amax_of, scaled_now, with_amaxes
 
-ROWS = {"linear": ("x",), "norm": ("x",), "norm_linear": ("x",), "norm_mlp": ("x",), "activation": ("x",), "attention": ("q", "k", "v")}
+ROWS = {"linear": ("x",), "norm": ("x",), "norm_linear": ("x",), "norm_mlp": ("x",), "activation": ("x",),
+        "attention": ("q", "k", "v", "kv", "qkv")}
 COLUMNS = ("linear", "norm_linear")
 Bind = Callable[..., Any]
 Cuts = list[int | None]  # for each array, which dimension is cut, None for none
@@ -58,7 +59,7 @@ def part(program: Program, split: Split) -> Program | None:
             return None
         if scaled_now(spec, products) and program.operation == "norm_mlp":
             return None
-        if program.operation == "attention" and (len(names) < 3 or spec.qkv_format != "bshd" or len(metas) > len(names)):
+        if program.operation == "attention" and (spec.qkv_format != "bshd" or len(metas) > len(names)):
             return None
         for name in names:
             shape = metas[name].shape

@@ -10,9 +10,11 @@ import numpy as np
 
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
+from fp8kit.ops.drop_path import DropPathSpec
+from fp8kit.ops.drop_path import drop_path as drop_path_operation
 from fp8kit.ops.dropout_add import DropoutAddSpec
 from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
-from fp8kit.ops.norm import norm
+from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
 from fp8kit_jax.layers import norm_spec
@@ -36,6 +38,14 @@ def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm"
 def rmsnorm(x: Any, gamma: Any, zero_centered_gamma: bool = False, epsilon: float = 1e-6) -> Any:
     """x / sqrt(mean(x^2) + epsilon) * gamma over the last dimension (Zhang & Sennrich 2019). Arguments as ``layernorm``."""
     return layernorm(x, gamma, None, "rmsnorm", zero_centered_gamma, epsilon)
+
+
+def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
+    """x / sqrt(sum of x^2 + epsilon) over the last dimension. ``x``: h (..., N). Returns alike."""
+    x = jnp.asarray(x)
+    if x.ndim < 1:
+        raise ShapeError(expected("l2norm", "x", "a scalar", "shape (..., features)"))
+    return apply(norm, L2NormSpec(x.shape[-1], epsilon=float(epsilon)), {"x": x})["y"]
 
 
 def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
@@ -116,3 +126,15 @@ def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.
     spec = DropoutAddSpec(x.shape[-1], float(rate))
     inputs = {"x": x, "residual": residual, "bias": bias} | (rng_inputs(key) if rate else {})
     return apply(dropout_add_operation, spec, inputs, pairs=("rng",))["y"]
+
+
+def drop_path(x: Any, residual: Any, rate: float, key: Any, qkv_format: str = "bshd", cu_seqlens: Any = None) -> Any:
+    """residual + x, each sample of x dropped with probability ``rate`` in (0, 1), what stays divided by 1 - rate: stochastic depth
+    (Huang et al. 2016). ``x``, ``residual``: h (b, s, N), (s, b, N) with "sbhd", (t, N) with "thd" and ``cu_seqlens``, int32 (b + 1,).
+    ``key``: a JAX key. Returns h like x."""
+    x = jnp.asarray(x)
+    if key is None or x.ndim < 1:
+        raise ShapeError(expected("drop_path", "key, x", f"{key}, shape {x.shape}", "a JAX key and shape (..., features)"))
+    spec = DropPathSpec(x.shape[-1], float(rate), qkv_format)
+    inputs = {"x": x, "residual": residual, "starts": cu_seqlens, **rng_inputs(key)}
+    return apply(drop_path_operation, spec, inputs, pairs=("rng",))["y"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fp8kit import formats
+from fp8kit.arrays import Shape
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import ShapeError, expected
 from fp8kit.formats import Format, float32, uint8
@@ -40,7 +41,8 @@ class Fp8Gemm(Operation):
         for i, (name, extent) in enumerate((("a", spec.rows), ("b", spec.columns))):
             found = meta_of(self.name, name, metas).shape
             depth = found[-1] if len(found) == 2 else 16
-            codes, scales = (-(-extent // 16) * 16, -(-depth // 16) * 16), ((1,), (-(-extent // 16) * 16,))
+            codes: Shape = (-(-extent // 16) * 16, -(-depth // 16) * 16)
+            scales: tuple[Shape, Shape] = ((1,), codes[:1])
             if spec.tiles is not None:
                 codes, by_blocks = block_shapes(extent, depth, spec.tiles[i])
                 scales = (by_blocks, by_blocks)

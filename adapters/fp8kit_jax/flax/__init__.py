@@ -1,10 +1,12 @@
 """Flax (linen) modules with Transformer Engine's names, fields, parameter names and FP8 collection. Needs Flax: ``fp8kit[flax]``."""
 
 from fp8kit_jax.flax.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
+from fp8kit_jax.flax.common import extend_logical_axis_rules
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, LayerNormMLP
 from fp8kit_jax.flax.transformer import TransformerLayer, TransformerLayerType
 
 __all__ = [
     "DenseGeneral", "DotProductAttention", "LayerNorm", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention",
     "RelativePositionBiases", "TransformerLayer", "TransformerLayerType",
+    "extend_logical_axis_rules",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the Flax modules share: parameters, and FP8 state in the collection ``fp8_metas``."""
+"""What the Flax modules share: parameters, logical axes, fields that are refused, FP8 state in the collection ``fp8_metas``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,75 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fp8kit.errors import Fp8kitError, expected
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax.quantizers import QuantizerSet
-from fp8kit_jax.scopes import recipe_in_force
+from fp8kit_jax.scopes import mesh_resource, recipe_in_force
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot
 
 Shape = tuple[int, ...]
+
+# fields of Transformer Engine's modules that there are for their one value: name -> (value, why no other)
+FIXED: dict[str, tuple[Any, str]] = {
+    "enable_low_rank_adaptation": (False, "low-rank adaptation is not there"),
+    "low_rank_adaptation_scope": ("none", "low-rank adaptation is not there"),
+    "dot_input_axes": (None, "norm and product are one operation, nothing lies between them"),
+    "dot_1_input_axes": (None, "norm and product are one operation, nothing lies between them"),
+    "dot_2_input_axes": (None, "activation and product are one operation, nothing lies between them"),
+    "quantization_checkpoint_name": (None, "what a product keeps is named by nothing"),
+    "hidden_dropout_dims": ((), "dropout draws every element"),
+    "intermediate_dropout_dims": ((), "dropout draws every element"),
+    "intermediate_hidden_dropout_dims": ((), "dropout draws every element"),
+    "enable_sequence_parallel": (False, "shard the arrays themselves: jax.jit splits along what they say"),
+    "context_parallel_axis": ("", "attention is not split along the sequence"),
+    "context_parallel_causal_load_balanced": (False, "attention is not split along the sequence"),
+    "context_parallel_strategy": ("DEFAULT", "attention is not split along the sequence"),
+    "max_segments_per_seq": (1, "use dot_product_attention with qkv_format 'thd'"),
+    "score_mod": (None, "scores are changed by bias, mask, window and ALiBi"),
+    "score_mod_bprop": (None, "scores are changed by bias, mask, window and ALiBi"),
+}
+
+# logical axes of Transformer Engine's kernels and activations -> fields of MeshResource that they follow, in this order
+LOGICAL_AXES = {
+    "nvte_batch": ("dp_resource", "fsdp_resource"), "nvte_seqlen": (), "nvte_seqlen_tp": ("tpsp_resource",),
+    "nvte_seqlen_cp": ("cp_resource",), "nvte_head": ("tp_resource", "tpsp_resource"), "nvte_hidden": (),
+    "nvte_hidden_tp": ("tp_resource", "tpsp_resource"), "nvte_joined": (), "nvte_w_no_shard": (), "nvte_w_fsdp": ("fsdp_resource",),
+    "nvte_w_tp": ("tp_resource", "tpsp_resource"), "nvte_w_joined": (),
+}  # fmt: skip
+
+NORM_AXES = {"scale_axes": ("nvte_w_no_shard",), "ln_bias_axes": ("nvte_w_no_shard",)}
+MLP_AXES = NORM_AXES | {
+    "kernel_axes_1": ("nvte_w_fsdp", "nvte_w_joined", "nvte_w_tp"), "kernel_axes_2": ("nvte_w_tp", "nvte_w_fsdp"),
+    "bias_axes_1": ("nvte_w_joined", "nvte_w_tp"), "bias_axes_2": ("nvte_w_no_shard",),
+}  # fmt: skip
+
+
+def check_fixed(module: Any) -> None:
+    """Fp8kitError that names a field of ``FIXED`` with another value."""
+    for name, (value, why) in FIXED.items():
+        found = getattr(module, name, value)
+        if found != value:
+            raise Fp8kitError(expected(type(module).__name__, name, repr(found), f"{value!r}: {why}"))
+
+
+def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
+    """``rules`` (logical axis, mesh axes) and those of ``LOGICAL_AXES`` by the MeshResource in force, for
+    ``flax.linen.logical_axis_rules``. Fp8kitError where two rules of one name differ."""
+    resource = mesh_resource()
+    own = {}
+    for name, fields in LOGICAL_AXES.items():
+        axes = tuple(axis for axis in (getattr(resource, field) for field in fields) if axis is not None)
+        own[name] = axes[0] if len(axes) == 1 else axes or None
+    given = dict(rules)
+    for name, axes in own.items():
+        if given.get(name, axes) != axes:
+            raise Fp8kitError(expected("extend_logical_axis_rules", name, repr(given[name]), f"{axes!r}, as the MeshResource has it"))
+    return (*rules, *((name, axes) for name, axes in own.items() if name not in given))
+
+
+def constrained(x: Any, axes: Any) -> Any:
+    """x with a sharding constraint by logical axes, where there are some."""
+    return nn.with_logical_constraint(x, tuple(axes)) if axes else x
 
 
 def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:

@@ -13,7 +13,7 @@ from flax import linen as nn
 from fp8kit_jax import layers as functions
 from fp8kit_jax import small
 from fp8kit_jax.activations import activation
-from fp8kit_jax.flax.common import fan_in, norm_parameters, partitioned, quantizer_set
+from fp8kit_jax.flax.common import check_fixed, constrained, fan_in, norm_parameters, partitioned, quantizer_set
 
 Axes = tuple[Any, ...]
 
@@ -50,7 +50,8 @@ class DenseGeneral(nn.Module):
 
     * ``features``: int or several: the output's last dimensions. ``axis``: the input's dimensions that are summed over.
     * Parameters ``kernel`` (summed dimensions..., features...) and ``bias`` (features...), in ``dtype``, cast to x's dtype when used.
-    * Variables of the collection "fp8_metas" with delayed scaling.
+    * ``kernel_axes``, ``bias_axes``: logical axes of the parameters (Flax's ``LogicallyPartitioned`` boxes); ``input_axes``: of the input.
+    * Variables of the collection "fp8_metas" with delayed scaling. Fields of ``common.FIXED`` have one value.
     """
 
     features: int | Sequence[int]
@@ -61,10 +62,15 @@ class DenseGeneral(nn.Module):
     bias_axes: Axes = ()
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
+    input_axes: Axes = ()
+    enable_low_rank_adaptation: bool = False
+    quantization_checkpoint_name: str | None = None
 
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
         """``inputs``: h (..., K). Returns h (..., features)."""
+        check_fixed(self)
+        inputs = constrained(inputs, self.input_axes)
         features = _features(self.features)
         axis = tuple(range(inputs.ndim)[d] for d in ((self.axis,) if isinstance(self.axis, int) else self.axis))
         flat = math.prod(inputs.shape[d] for d in axis)
@@ -104,10 +110,16 @@ class LayerNormDenseGeneral(nn.Module):
     return_layernorm_output: bool = False
     dtype: Any = jnp.float32
     depth_scaling: float | None = None
+    layernorm_input_axes: Axes | None = None
+    dot_input_axes: Axes | None = None
+    enable_low_rank_adaptation: bool = False
+    quantization_checkpoint_name: str | None = None
 
     @nn.compact
     def __call__(self, inputs: Any) -> tuple[Any, Any]:
         """``inputs``: h (..., K)."""
+        check_fixed(self)
+        inputs = constrained(inputs, self.layernorm_input_axes)
         features, kind = _features(self.features), inputs.dtype
         init = self.kernel_init or fan_in(len(features))
         scale, ln_bias = norm_parameters(self, inputs.shape[-1], kind) if self.enable_layernorm else (None, None)
@@ -129,7 +141,8 @@ class LayerNormMLP(nn.Module):
     """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None).
 
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), with
-    a = len(activations). One operation, but where ``intermediate_dropout_rate`` or ``enable_layernorm=False`` takes it apart.
+    a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``. One operation, but where
+    ``intermediate_dropout_rate`` or ``enable_layernorm=False`` takes it apart.
     """
 
     intermediate_dim: int = 2048
@@ -153,10 +166,19 @@ class LayerNormMLP(nn.Module):
     intermediate_dropout_rng_name: str = "dropout"
     intermediate_dropout_rate: float = 0.0
     dtype: Any = jnp.float32
+    activation_params: Any = None
+    layernorm_input_axes: Axes | None = None
+    dot_1_input_axes: Axes | None = None
+    dot_2_input_axes: Axes | None = None
+    intermediate_hidden_dropout_dims: Sequence[int] = ()
+    enable_low_rank_adaptation: bool = False
+    quantization_checkpoint_name: str | None = None
 
     @nn.compact
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, Any]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
+        check_fixed(self)
+        inputs = constrained(inputs, self.layernorm_input_axes)
         hidden, wide, parts, kind = inputs.shape[-1], self.intermediate_dim, tuple(self.activations), inputs.dtype
 
         def parameter(name: str, init: Any, axes: Axes, *shape: int) -> Any:
@@ -171,20 +193,24 @@ class LayerNormMLP(nn.Module):
         norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
         if self.enable_layernorm and not rate:
-            y = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *norm, parts, sets, self.return_layernorm_output)
+            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params)
+            y = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
             return y if self.return_layernorm_output else (y, None)
         if self.enable_layernorm:
             first = functions.layernorm_dense(inputs, wi, scale, ln_bias, bi, *norm, sets[0], True)
         else:
             first = functions.dense(inputs, wi, bi, quantizer_set=sets[0]), inputs
-        act = activation(first[0], parts)
+        act = activation(first[0], parts, self.activation_params)
         if rate:
             act = small.dropout_add(act, rate=rate, key=self.make_rng(self.intermediate_dropout_rng_name))
         return functions.dense(act, wo, bo, quantizer_set=sets[1]), first[1] if self.return_layernorm_output else None
 
 
-def dropout_add(module: nn.Module, x: Any, residual: Any, rate: float, name: str, deterministic: bool) -> Any:
-    """residual + dropout(x) with the module's generator ``name``."""
-    rate = 0.0 if deterministic else rate
+def joined(module: nn.Module, x: Any, residual: Any, rate: float, name: str, deterministic: bool, path: float, form: str) -> Any:
+    """residual + dropout(x) with the module's generator ``name``; whole samples of dropout(x) dropped with probability ``path``."""
+    rate, path = (0.0, 0.0) if deterministic else (rate, path)
     key: jax.Array | None = module.make_rng(name) if rate else None
-    return small.dropout_add(x, residual, rate=rate, key=key)
+    if not path:
+        return small.dropout_add(x, residual, rate=rate, key=key)
+    branch = small.dropout_add(x, rate=rate, key=key) if rate else x
+    return small.drop_path(branch, residual, path, module.make_rng(name), form)

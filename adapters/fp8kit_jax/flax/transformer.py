@@ -11,7 +11,8 @@ from flax import linen as nn
 
 from fp8kit.errors import ShapeError, expected
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
-from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP, dropout_add
+from fp8kit_jax.flax.common import MLP_AXES, check_fixed
+from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP, joined
 
 
 class TransformerLayerType(Enum):
@@ -26,7 +27,8 @@ class TransformerLayer(nn.Module):
 
     Children ``attention`` (a decoder's: ``self_attention``, ``encoder_decoder_attention``), ``mlp``, ``relpos_bias`` with
     ``enable_relative_embedding`` (32 buckets, distances up to 128) and, with ``output_layernorm``, ``LayerNorm_0`` at the end, the input's
-    norm left out. ``apply_residual_connection_post_layernorm``: residuals start after the norms. The rest: as the children.
+    norm left out. ``apply_residual_connection_post_layernorm``: residuals start after the norms. ``drop_path``: probability of dropping a
+    whole sample from the first attention's and the MLP's branch. The rest: as the children; fields of ``common.FIXED`` have one value.
     """
 
     hidden_size: int = 512
@@ -62,12 +64,26 @@ class TransformerLayer(nn.Module):
     scaled_query_init: bool = True
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    drop_path: float = 0.0
+    mlp_activation_params: Any = None
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
+    logical_partitioning: bool = False
+    float32_attention_logits: bool = False
+    hidden_dropout_dims: Sequence[int] = ()
+    intermediate_dropout_dims: Sequence[int] = ()
+    low_rank_adaptation_scope: str = "none"
+    enable_sequence_parallel: bool = False
+    score_mod: Any = None
+    score_mod_bprop: Any = None
 
     @nn.compact
     def __call__(self, inputs: Any, encoded: Any = None, attention_mask: Any = None, encoder_decoder_mask: Any = None,
                  deterministic: bool = False, sequence_descriptor: Any = None) -> Any:
         """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``; ``encoded``: a decoder's, likewise. Masks: True masks
         out."""
+        check_fixed(self)
         op, decoder = "TransformerLayer", self.layer_type is TransformerLayerType.DECODER
         if inputs.shape[-1] != self.hidden_size or self.hidden_size % self.num_attention_heads:
             wanted = f"a last dimension of {self.hidden_size}, a multiple of {self.num_attention_heads} heads"
@@ -93,11 +109,12 @@ class TransformerLayer(nn.Module):
                 rotary_pos_emb_group_method=self.rotary_pos_emb_group_method, fuse_qkv_params=self.fuse_qkv_params,
                 transpose_batch_sequence=self.transpose_batch_sequence, scale_attn_logits=self.scale_attn_logits,
                 scaled_query_init=self.scaled_query_init, window_size=self.window_size if first else None, softmax_type=self.softmax_type,
-                name=name, **norm, **shared,
+                qk_norm_type=self.qk_norm_type, qk_norm_eps=self.qk_norm_eps, qk_norm_before_rope=self.qk_norm_before_rope,
+                logical_partitioning=self.logical_partitioning, float32_logits=self.float32_attention_logits, name=name, **norm, **shared,
             )  # fmt: skip
             lengths = sequence_descriptor if first else None
             y, normed = layer(x, kv, mask, bias, deterministic=deterministic, sequence_descriptor=lengths)
-            return self._join(y, normed if post else x, deterministic)
+            return self._join(y, normed if post else x, deterministic, self.drop_path if first else 0.0)
 
         mine = "self_attention" if decoder else "attention"
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias, True)
@@ -106,11 +123,12 @@ class TransformerLayer(nn.Module):
         mlp = LayerNormMLP(
             self.mlp_hidden_size, epsilon=self.layernorm_epsilon, kernel_init=self.mlp_kernel_init, activations=self.mlp_activations,
             intermediate_dropout_rng_name=self.dropout_rng_name, intermediate_dropout_rate=self.intermediate_dropout, name="mlp",
-            **norm, **shared,
+            activation_params=self.mlp_activation_params, **(MLP_AXES if self.logical_partitioning else {}), **norm, **shared,
         )  # fmt: skip
         y, normed = mlp(x, deterministic)
-        y = self._join(y, normed if post else x, deterministic)
+        y = self._join(y, normed if post else x, deterministic, self.drop_path)
         return LayerNorm(self.layernorm_epsilon, dtype=self.dtype, **norm)(y) if self.output_layernorm else y
 
-    def _join(self, branch: Any, residual: Any, deterministic: bool) -> Any:
-        return dropout_add(self, branch, residual, self.hidden_dropout, self.dropout_rng_name, deterministic)
+    def _join(self, branch: Any, residual: Any, deterministic: bool, path: float) -> Any:
+        form = "sbhd" if self.transpose_batch_sequence else "bshd"
+        return joined(self, branch, residual, self.hidden_dropout, self.dropout_rng_name, deterministic, path, form)

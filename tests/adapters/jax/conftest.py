@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy and PyTorch allocate on the same GPU
+
+NEED_FLAX = ["test_flax.py", "test_flax_fields.py", "test_nnx.py"]
+collect_ignore = [] if importlib.util.find_spec("flax") else NEED_FLAX
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was left out, said."""
+    if collect_ignore:
+        terminalreporter.write_line(f"Flax is not installed: {', '.join(collect_ignore)} are left out, which need no GPU", yellow=True)
 
 
 @pytest.fixture(autouse=True)

@@ -64,5 +64,17 @@ def leave(path):
     print("left")
 
 
+def fail(path):
+    """An error in a handler, then work as usual."""
+    from tests.adapters.jax.test_calls import PlusSpec, plus
+
+    said, step = "nothing", jax.jit(lambda x, amount: fj.apply(plus, PlusSpec(amount), {"x": x})["y"], static_argnums=1)
+    try:
+        step(jnp.ones(3), -1.0).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        said = "failed" if "test_plus: amount" in str(error) else str(error)
+    print(f"{said}, and went on:", float(step(jnp.ones(3), 1.0)[0]))
+
+
 if __name__ == "__main__":
-    {f.__name__: f for f in (run, save, load, leave)}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")
+    {f.__name__: f for f in (run, save, load, leave, fail)}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")

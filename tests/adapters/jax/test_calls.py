@@ -116,3 +116,24 @@ def test_a_saved_program_runs_where_it_was_never_traced(tmp_path):
 def test_a_program_may_end_with_calls_in_flight():
     for _ in range(2):
         assert child("leave", XLA_FLAGS="--xla_force_host_platform_device_count=8") == "left"
+
+
+def test_an_error_in_a_handler_leaves_gradients_other_threads_and_the_process_alone():
+    """The state of a failed step is that of before; a step in another thread, and the next one here, give what they gave."""
+    step, args = programs.example()
+    jitted = jax.jit(step)
+    wanted = programs.digest(jitted(*args))
+    fails = jax.jit(lambda x: fj.apply(plus, PlusSpec(-2.0), {"x": x})["y"].sum())
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(programs.digest(jitted(*args)) for _ in range(10)))
+    thread.start()
+    for _ in range(10):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="test_plus"):
+            fails(jnp.ones(3)).block_until_ready()
+    thread.join()
+    assert found == [wanted] * 10
+    assert programs.digest(jitted(*args)) == wanted
+
+
+def test_a_program_that_failed_ends_cleanly():
+    assert child("fail", XLA_FLAGS="") == "failed, and went on: 1.5"

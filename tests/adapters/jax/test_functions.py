@@ -54,12 +54,47 @@ ACTIVATIONS = {
     ("relu",): lambda x: jax.nn.relu(x[..., 0, :]),
     ("silu",): lambda x: jax.nn.silu(x[..., 0, :]),
     ("silu", "linear"): lambda x: jax.nn.silu(x[..., 0, :]) * x[..., 1, :],
+    ("gelu", "linear"): lambda x: jax.nn.gelu(x[..., 0, :], approximate=True) * x[..., 1, :],
+    ("quick_gelu",): lambda x: x[..., 0, :] * jax.nn.sigmoid(1.702 * x[..., 0, :]),
+    ("squared_relu", "linear"): lambda x: jax.nn.relu(x[..., 0, :]) ** 2 * x[..., 1, :],
+    ("sigmoid", "linear"): lambda x: jax.nn.sigmoid(x[..., 0, :]) * x[..., 1, :],
 }
 
 
 @pytest.mark.parametrize("types", ACTIVATIONS, ids="-".join)
 def test_activation(types):
     check(lambda x: fj.activation(x, types), ACTIVATIONS[types], (draw(0, 3, 5, len(types), 24),))
+
+
+def test_activation_with_parameters():
+    params = {"limit": 1.25, "alpha": 2.0, "glu_linear_offset": 0.5}
+
+    def reference(x):
+        u, v = jnp.minimum(x[..., 0, :], 1.25), jnp.clip(x[..., 1, :], -1.25, 1.25)
+        return u * jax.nn.sigmoid(2.0 * u) * (v + 0.5)
+
+    types = ("clamped_silu", "clamped_linear")
+    check(lambda x: fj.activation(x, types, params), reference, (draw(0, 3, 5, 2, 24),))
+    gamma, k1, k2 = draw(1, 16), draw(2, 16, 2, 24), draw(3, 24, 16)
+
+    def mlp(x):
+        return fj.layernorm_mlp(x, gamma, None, (k1, k2), norm_type="rmsnorm", activation_type=types, activation_params=params)
+
+    check(mlp, lambda x: reference(jnp.einsum("...h,haf->...af", norm(x, gamma, None), k1)) @ k2, (draw(4, 3, 5, 16),), 256)
+    with pytest.raises(Fp8kitError, match=r"activation: act_params: got 'slope'|activation: activation_params: got 'slope'"):
+        fj.activation(draw(0, 2, 1, 4), ("gelu",), {"slope": 1.0})
+
+
+def test_l2norm_and_drop_path():
+    x, residual, key = draw(0, 16, 5, 12), draw(1, 16, 5, 12), jax.random.key(5)
+    check(fj.l2norm, lambda x: x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6), (x,))
+    kept = fj.drop_path(jnp.ones_like(x), jnp.zeros_like(x), 0.25, key)
+    factor = np.float32(1 / 0.75)
+    assert set(np.unique(kept)) == {np.float32(0), factor}
+    assert (np.asarray(kept) == np.asarray(kept)[:, :1, :1]).all()
+    check(lambda x, r: fj.drop_path(x, r, 0.25, key), lambda x, r: r + kept * x, (x, residual))
+    other = fj.drop_path(x.swapaxes(0, 1), residual.swapaxes(0, 1), 0.25, key, "sbhd")
+    assert_same_bits("sbhd", np.asarray(other.swapaxes(0, 1)), np.asarray(fj.drop_path(x, residual, 0.25, key)))
 
 
 def test_softmax():
@@ -122,6 +157,23 @@ def test_attention(mask):
         return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
     check(lambda q, k, v: fj.dot_product_attention(q, k, v, attn_mask_type=mask, **given), reference, (q, k, v))
+
+
+def test_packed_attention_is_the_separate_one():
+    qkv = draw(0, 2, 16, 3, 4, 8)
+    apart = [qkv[:, :, i] for i in range(3)]
+
+    def grads(f, *a):
+        return jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), tuple(range(len(a)))))(*a)
+
+    value, want = grads(fj.dot_product_attention, *apart)
+    for packed in ((qkv,), (apart[0], qkv[:, :, 1:])):
+        got, found = grads(fj.dot_product_attention, *packed)
+        assert float(got) == float(value)
+        joined = found[0] if len(packed) == 1 else jnp.concatenate([found[0][:, :, None], found[1]], 2)
+        assert_same_bits("gradient", np.asarray(joined), np.asarray(jnp.stack(want, 2)))
+    with pytest.raises(Fp8kitError, match=r"dot_product_attention: shapes"):
+        fj.dot_product_attention(qkv[:, :, :2])
 
 
 def test_attention_bias_and_dropout():

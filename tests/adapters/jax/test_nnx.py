@@ -40,7 +40,7 @@ def test_a_transformer_layer_learns(name):
     metas = jax.tree.leaves(nnx.state(model, modules.Fp8Meta))
     assert len(metas) == (4 * 6 if name == "delayed" else 0)
     if name == "delayed":
-        amax = np.asarray(model.qkv.quantizers.grad_amax_history[...])
+        amax = np.asarray(model.attention.qkv.quantizers.grad_amax_history[...])
         assert (amax[1:] > 0).all()
 
 
@@ -53,3 +53,45 @@ def test_modules_are_the_functions():
         assert_same_bits("y", np.asarray(module(x)), np.asarray(want))
     norm = modules.LayerNorm(32)
     assert_same_bits("norm", np.asarray(norm(x)), np.asarray(fj.layernorm(x, norm.scale[...], norm.ln_bias[...])))
+
+
+def test_attention_is_the_function():
+    """Self attention, packed, is ``dot_product_attention`` of the projections; groups, rotary embedding and norms of queries and keys."""
+    x, e = (jax.random.normal(jax.random.key(i), (2, 16, 32)) for i in (1, 2))
+    plain = modules.MultiHeadAttention(32, 4, rngs=nnx.Rngs(0), attn_mask_type="no_mask")
+    q, k, v = (plain.qkv(x)[:, :, i].reshape(2, 16, 4, 8) for i in range(3))
+    want = plain.out(fj.dot_product_attention(q, k, v, attn_mask_type="no_mask").reshape(2, 16, 32))
+    assert_same_bits("packed", np.asarray(plain(x)), np.asarray(want))
+    for kind in ("L2Normalization", "RMSNorm", "LayerNorm"):
+        for first in (False, True):
+            layer = modules.MultiHeadAttention(32, 4, rngs=nnx.Rngs(0), num_gqa_groups=2, rotary=True, qk_norm_type=kind,
+                                               qk_norm_before_rope=first, cross=True, attn_mask_type="no_mask")
+            q, kv = layer.query(x).reshape(2, 16, 4, 8), layer.kv(e).reshape(2, 16, 2, 2, 8)
+
+            def norm(a, kind=kind):
+                if kind == "L2Normalization":
+                    return fj.l2norm(a)
+                return fj.layernorm(a, jnp.ones(8), jnp.zeros(8) if kind == "LayerNorm" else None, kind.lower())
+
+            def turn(a):
+                return fj.rope(a, fj.rope_frequencies(8, 16))
+
+            q, k = (turn(norm(a)) if first else norm(turn(a)) for a in (q, kv[:, :, 0]))
+            want = layer.out(fj.dot_product_attention(q, k, kv[:, :, 1], attn_mask_type="no_mask").reshape(2, 16, 32))
+            assert_same_bits(kind, np.asarray(layer(x, e)), np.asarray(want))
+
+
+def test_dropout_trains_and_not_evaluates():
+    x = jax.random.normal(jax.random.key(1), (4, 8, 32))
+    options = {"hidden_dropout": 0.5, "attention_dropout": 0.5, "drop_path": 0.5}
+    wild = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0, dropout=1), **options)
+    calm = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0))
+    first, second = wild(x), wild(x)
+    assert not np.array_equal(first, second)
+    same = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0, dropout=1), **options)
+    assert_same_bits("one seed", np.asarray(nnx.jit(lambda m, x: m(x))(same, x)), np.asarray(first))
+    wild.eval()
+    assert_same_bits("evaluation", np.asarray(wild(x)), np.asarray(calm(x)))
+    dropped = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0, dropout=3), drop_path=0.5)
+    kept = [np.array_equal(a, b) for a, b in zip(dropped(jnp.concatenate([x] * 8)), jnp.concatenate([x] * 8), strict=True)]
+    assert 0 < sum(kept) < 32  # a quarter of the samples lose both branches: 8 +- 2.4

@@ -1,19 +1,8 @@
-"""Flax NNX modules with Transformer Engine's names. FP8 state lies in variables of type ``Fp8Meta``, beside the ``nnx.Param``s.
-
-A step takes gradients with respect to both, and hands the state's on ::
-
-    wrt = nnx.DiffState(0, (nnx.Param, Fp8Meta))
-    loss, grads = nnx.value_and_grad(loss_fn, argnums=wrt)(model, x)
-    update_fp8(model, grads)                                             # the "gradient" of the state is the next state
-    optimizer.update(model, grads.filter(nnx.Param))
-
-Modules are made under ``autocast`` with the recipe that they are to run with: it decides which variables there are. Needs Flax.
-"""
+"""``LayerNorm``, ``DenseGeneral``, ``LayerNormDenseGeneral``, ``LayerNormMLP`` as NNX modules, and their FP8 state."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +10,6 @@ from flax import nnx
 
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import layers, small
-from fp8kit_jax.attention import dot_product_attention
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.scopes import recipe_in_force
 from fp8kit_jax.state import Slot
@@ -115,12 +103,15 @@ class LayerNormMLP(nnx.Module):
     """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias in one operation, H features in and out, ``intermediate_dim`` F between.
 
     Parameters ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), a = len(activations); child ``norm``.
+    ``activations``, ``activation_params``: as ``fp8kit_jax.activation``.
     """
 
     def __init__(self, num_features: int, intermediate_dim: int, *, rngs: nnx.Rngs, activations: Sequence[str] = ("gelu",),
                  use_bias: bool = False, kernel_init: Any = None, epsilon: float = 1e-6, layernorm_type: str = "layernorm",
-                 zero_centered_gamma: bool = False, dtype: Any = jnp.float32) -> None:
+                 zero_centered_gamma: bool = False, dtype: Any = jnp.float32,
+                 activation_params: Mapping[str, float] | None = None) -> None:
         self.activations = tuple(activations)
+        self.activation_params = None if activation_params is None else tuple(activation_params.items())
         self.norm = LayerNorm(num_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,
                               dtype=dtype)
         inner = (len(self.activations), intermediate_dim)
@@ -135,28 +126,5 @@ class LayerNormMLP(nnx.Module):
         kernels = (self.wi_kernel[...].astype(x.dtype), self.wo_kernel[...].astype(x.dtype))
         biases = [None if b is None else b[...].astype(x.dtype) for b in (self.wi_bias, self.wo_bias)]
         sets = self.quantizers_0(), self.quantizers_1()
-        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *self.norm.options, self.activations, sets)
-
-
-class TransformerLayer(nnx.Module):
-    """x + attention(norm(x)), then + mlp(norm(x)), no dropout: ``qkv`` and ``mlp`` hold the norms, ``out`` the output projection.
-
-    ``hidden_size`` H, a multiple of ``num_attention_heads``; ``attn_mask_type`` as ``dot_product_attention``. x: h (b, s, H).
-    """
-
-    def __init__(self, hidden_size: int, mlp_hidden_size: int, num_attention_heads: int, *, rngs: nnx.Rngs, use_bias: bool = False,
-                 attn_mask_type: str = "causal", mlp_activations: Sequence[str] = ("gelu",), layernorm_type: str = "layernorm",
-                 dtype: Any = jnp.float32) -> None:
-        shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
-        self.heads, self.attn_mask_type = num_attention_heads, attn_mask_type
-        self.qkv = LayerNormDenseGeneral(hidden_size, (3, hidden_size), layernorm_type=layernorm_type, **shared)
-        self.out = DenseGeneral(hidden_size, hidden_size, **shared)
-        self.mlp = LayerNormMLP(hidden_size, mlp_hidden_size, activations=mlp_activations, layernorm_type=layernorm_type, **shared)
-
-    def __call__(self, x: Any) -> Any:
-        """Returns h like x."""
-        qkv = self.qkv(x).reshape(*x.shape[:-1], 3, self.heads, x.shape[-1] // self.heads)
-        q, k, v = (qkv[..., i, :, :] for i in range(3))
-        o = dot_product_attention(q, k, v, attn_mask_type=self.attn_mask_type)
-        x = x + self.out(o.reshape(*x.shape[:-1], math.prod(o.shape[-2:])))
-        return x + self.mlp(x)
+        options = (*self.norm.options, self.activations, sets, False, "io", dict(self.activation_params or ()))
+        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *options)

@@ -1,0 +1,122 @@
+"""``DotProductAttention`` and ``MultiHeadAttention`` as NNX modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit_jax import attention as functions
+from fp8kit_jax import small
+from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
+
+QK_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+
+
+class Dropout(nnx.Module):
+    """A probability and the keys for it: none in evaluation (``module.eval()``). ``rate`` in [0, 1)."""
+
+    def __init__(self, rate: float, rngs: nnx.Rngs | None) -> None:
+        if rate and rngs is None:
+            raise ShapeError(expected("Dropout", "rngs", None, f"nnx.Rngs with a rate of {rate}"))
+        self.rate, self.deterministic = float(rate), False
+        self.stream = rngs.dropout.fork() if rate and rngs is not None else None
+
+    def __call__(self) -> tuple[float, Any]:
+        """(rate, key) to use now, (0, None) where nothing is dropped."""
+        return (0.0, None) if self.stream is None or self.deterministic else (self.rate, self.stream())
+
+
+class DotProductAttention(nnx.Module):
+    """Attention without projections, as ``fp8kit_jax.dot_product_attention``. Parameter ``softmax_offset`` (heads,) of softmax "learnable".
+
+    ``attention_dropout`` wants ``rngs``; ``options``: ``attn_mask_type``, ``scale_factor``, ``window_size``, ``qkv_format``,
+    ``softmax_type``, ``attn_bias_type``, ``bottom_right_diagonal`` and the like, arguments of every call.
+    """
+
+    def __init__(self, num_attention_heads: int, *, attention_dropout: float = 0.0, rngs: nnx.Rngs | None = None, **options: Any) -> None:
+        self.options = tuple(options.items())
+        self.dropout = Dropout(attention_dropout, rngs)
+        learnable = options.get("softmax_type") == "learnable"
+        self.softmax_offset = nnx.Param(jnp.zeros((num_attention_heads,), jnp.float32)) if learnable else None
+
+    def __call__(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> Any:
+        """``query``, ``key``, ``value``: apart or packed; ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on."""
+        rate, key_now = self.dropout()
+        more = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset[...]}
+        options = {**dict(self.options), **more, **given, "dropout_rate": rate, "dropout_key": key_now}
+        return functions.dot_product_attention(query, key, value, **options)
+
+
+class MultiHeadAttention(nnx.Module):
+    """Projections, attention, output projection.
+
+    * ``hidden_size`` H, ``num_attention_heads``, ``num_gqa_groups`` (None: as many), ``head_dim`` (None: H / heads).
+    * ``input_layernorm``: the norm before the projections. Children: self attention ``qkv`` (with groups ``query`` and ``kv``); ``cross``:
+      ``query`` and ``kv``; ``core``, ``out``.
+    * ``qk_norm_type``: "L2Normalization", "RMSNorm" or "LayerNorm" of each query's and key's features, children ``q_norm``, ``k_norm``;
+      after the rotary embedding, or before it (``qk_norm_before_rope``). ``rotary``: whether there is one.
+    * ``options``: of ``DotProductAttention``, but the format is "bshd". Others: as ``LayerNormDenseGeneral``.
+    """
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, *, rngs: nnx.Rngs, num_gqa_groups: int | None = None,
+                 head_dim: int | None = None, attention_dropout: float = 0.0, input_layernorm: bool = True, cross: bool = False,
+                 rotary: bool = False, qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
+                 use_bias: bool = False, layernorm_type: str = "layernorm", epsilon: float = 1e-6, zero_centered_gamma: bool = False,
+                 dtype: Any = jnp.float32, **options: Any) -> None:
+        heads = num_attention_heads
+        if hidden_size % heads and head_dim is None:
+            raise ShapeError(expected("MultiHeadAttention", "hidden_size", hidden_size, f"a multiple of {heads} heads"))
+        if qk_norm_type not in (None, "L2Normalization", *QK_NORMS):
+            wanted = f"one of L2Normalization, {', '.join(QK_NORMS)}"
+            raise FormatError(expected("MultiHeadAttention", "qk_norm_type", repr(qk_norm_type), wanted))
+        self.groups, self.head_dim = num_gqa_groups or heads, head_dim or hidden_size // heads
+        self.cross, self.rotary, self.first = cross, rotary, qk_norm_before_rope
+        self.qk_norm_type, self.qk_norm_eps = qk_norm_type, qk_norm_eps
+        shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
+        norm = {"epsilon": epsilon, "layernorm_type": layernorm_type, "zero_centered_gamma": zero_centered_gamma}
+
+        def projection(features: Any) -> DenseGeneral:
+            return LayerNormDenseGeneral(hidden_size, features, **norm, **shared) if input_layernorm else DenseGeneral(
+                hidden_size, features, **shared)
+
+        packed = not cross and self.groups == heads
+        self.qkv = projection((3, heads * self.head_dim)) if packed else None
+        self.query = None if packed else projection(heads * self.head_dim)
+        own = projection if not cross else lambda features: DenseGeneral(hidden_size, features, **shared)
+        self.kv = None if packed else own((2, self.groups * self.head_dim))
+        self.core = DotProductAttention(heads, attention_dropout=attention_dropout, rngs=rngs, **options)
+        self.out = DenseGeneral(heads * self.head_dim, hidden_size, **shared)
+        kind = QK_NORMS.get(qk_norm_type or "")
+        self.q_norm, self.k_norm = (
+            LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype) if kind else None for _ in range(2))
+
+    def __call__(self, x: Any, encoded: Any = None, **given: Any) -> Any:
+        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), across. ``given``: as ``DotProductAttention``. Returns h like x."""
+        if (encoded is not None) != self.cross:
+            wanted = "an array across" if self.cross else "None for self attention"
+            raise ShapeError(expected("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted))
+        if self.qkv is not None:
+            layers = [self._apart(self.qkv(x))]
+        elif self.query is not None and self.kv is not None:
+            layers = [self._apart(self.query(x)), self._apart(self.kv(encoded if self.cross else x))]
+        if self.rotary or self.qk_norm_type is not None:
+            packed = layers[-1]
+            parts = [*layers[:-1], *(packed[..., i, :, :] for i in range(packed.shape[-3]))]
+            layers = [self._changed(parts[0], self.q_norm), self._changed(parts[1], self.k_norm), parts[2]]
+        o = self.core(*layers, **given)
+        return self.out(o.reshape(*o.shape[:-2], -1))
+
+    def _apart(self, x: Any) -> Any:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def _changed(self, x: Any, norm: Any) -> Any:
+        """Queries or keys after their norm and their rotary embedding."""
+        def normed(x: Any) -> Any:
+            return small.l2norm(x, self.qk_norm_eps) if norm is None else norm(x)
+
+        x = normed(x) if self.qk_norm_type is not None and self.first else x
+        x = small.rope(x, small.rope_frequencies(self.head_dim, x.shape[1])) if self.rotary else x
+        return normed(x) if self.qk_norm_type is not None and not self.first else x

@@ -1,0 +1,169 @@
+"""Fields of the Flax modules: norms of queries and keys, dropped paths, parameters of activations, logical axes, refusals; checkpoints."""
+
+from __future__ import annotations
+
+import flax
+import fp8kit_jax as fj
+import fp8kit_jax.flax as modules
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fp8kit.errors import Fp8kitError
+from fp8kit.recipe import DelayedScaling
+from fp8kit.testing import assert_same_bits
+
+X = jax.random.normal(jax.random.key(1), (2, 16, 32))
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", ["L2Normalization", "RMSNorm", "LayerNorm"])
+def test_norms_of_queries_and_keys(kind, first):
+    layer = modules.MultiHeadAttention(8, 4, qk_norm_type=kind, qk_norm_before_rope=first, enable_rotary_pos_emb=True, use_bias=True)
+    variables = layer.init(jax.random.key(0), X, X)
+    p = variables["params"]
+    assert ({"q_norm", "k_norm"} <= p.keys()) == (kind != "L2Normalization")
+    y = fj.layernorm_dense(X, p["qkv"]["kernel"], p["qkv"]["scale"], p["qkv"]["ln_bias"], p["qkv"]["bias"])
+    q, k, v = (y[:, :, i].reshape(2, 16, 4, 8) for i in range(3))
+
+    def norm(a):
+        beta = jnp.zeros(8) if kind == "LayerNorm" else None
+        return fj.l2norm(a) if kind == "L2Normalization" else fj.layernorm(a, jnp.ones(8), beta, kind.lower())
+
+    def turn(a):
+        return fj.rope(a, fj.rope_frequencies(8, 16))
+
+    q, k = (turn(norm(a)) if first else norm(turn(a)) for a in (q, k))
+    o = fj.dot_product_attention(q, k, v, scale_factor=1.0).reshape(2, 16, 32)
+    want = fj.dense(o, p["out"]["kernel"], p["out"]["bias"])
+    assert_same_bits("y", np.asarray(layer.apply(variables, X, X)[0]), np.asarray(want))
+
+
+def test_packed_layouts_of_attention():
+    qkv = jax.random.normal(jax.random.key(2), (2, 16, 3, 4, 8))
+    want = modules.DotProductAttention(8, 4).apply({}, *(qkv[:, :, i] for i in range(3)))
+    packed = modules.DotProductAttention(8, 4, qkv_layout="bs3hd").apply({}, qkv)
+    half = modules.DotProductAttention(8, 4, qkv_layout="bshd_bs2hd").apply({}, qkv[:, :, 0], qkv[:, :, 1:])
+    assert_same_bits("bs3hd", np.asarray(packed), np.asarray(want))
+    assert_same_bits("bshd_bs2hd", np.asarray(half), np.asarray(want))
+    with pytest.raises(Fp8kitError, match=r"DotProductAttention: qkv_layout: got 't3hd'"):
+        modules.DotProductAttention(8, 4, qkv_layout="t3hd").apply({}, qkv)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_dropped_paths_are_whole_samples(transposed):
+    layer = modules.TransformerLayer(32, 48, 4, hidden_dropout=0.0, attention_dropout=0.0, drop_path=0.5, enable_relative_embedding=False,
+                                     transpose_batch_sequence=transposed)
+    x = jnp.tile(X[:1], (32, 1, 1))
+    x = x.swapaxes(0, 1) if transposed else x
+    variables = layer.init(jax.random.key(0), x, deterministic=True)
+    y = layer.apply(variables, x, rngs={"dropout": jax.random.key(3)})
+    y, x = (y.swapaxes(0, 1), x.swapaxes(0, 1)) if transposed else (y, x)
+    kinds = []
+    for row in np.asarray(y):
+        if not any(np.allclose(row, kind, rtol=0, atol=2.0**-10) for kind in kinds):
+            kinds.append(row)
+    assert len(kinds) == 4  # each branch there or not
+    untouched = sum(np.array_equal(a, b) for a, b in zip(y, x, strict=True))
+    assert 0 < untouched < 32
+
+
+def test_activation_parameters_reach_the_mlp():
+    params = {"limit": 1.5, "glu_linear_offset": 0.25}
+    types = ("clamped_silu", "clamped_linear")
+    fused = modules.LayerNormMLP(48, activations=types, activation_params=params)
+    variables = fused.init(jax.random.key(0), X)
+    p = variables["params"]
+    h = fj.layernorm_dense(X, p["wi_kernel"], p["scale"], p["ln_bias"])
+    want = fj.dense(fj.activation(h, types, params), p["wo_kernel"])
+    got = fused.apply(variables, X)[0]
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=48 * 2.0**-22)
+    usual = modules.LayerNormMLP(48, activations=types).apply(variables, X)[0]
+    assert not np.allclose(got, usual)
+    layer = modules.TransformerLayer(32, 48, 4, mlp_activations=types, mlp_activation_params=params, hidden_dropout=0.0)
+    assert jnp.isfinite(layer.apply(layer.init(jax.random.key(0), X, deterministic=True), X, deterministic=True)).all()
+
+
+def test_logical_axes_place_the_parameters():
+    """Rules from the MeshResource put every kernel of a layer on the mesh; the layer computes what it computes on one device."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
+    resource = fj.MeshResource(dp_resource="data", tp_resource="tensor")
+    layer = modules.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False,
+                                     logical_partitioning=True)
+    boxed = layer.init(jax.random.key(0), X, deterministic=True)
+    plain = nn.meta.unbox(boxed)
+    with fj.autocast(mesh_resource=resource):
+        rules = modules.extend_logical_axis_rules((("mine", "data"),))
+        assert dict(rules)["mine"] == "data"
+        assert dict(rules)["nvte_batch"] == "data"
+        with pytest.raises(Fp8kitError, match=r"extend_logical_axis_rules: nvte_w_tp: got 'data'"):
+            modules.extend_logical_axis_rules((("nvte_w_tp", "data"),))
+    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+    assert shardings["params"]["attention"]["qkv"]["kernel"].spec == P(None, None, "tensor")
+    assert shardings["params"]["mlp"]["wo_kernel"].spec == P("tensor", None)
+    placed = jax.device_put(plain, shardings)
+    x = jax.random.normal(jax.random.key(4), (8, 16, 32))
+    want = jax.jit(lambda v: layer.apply(v, x, deterministic=True))(plain)
+    got = jax.jit(lambda v: layer.apply(v, x, deterministic=True))(placed)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=64 * 2.0**-22 * float(jnp.abs(want).max()))
+
+
+def test_input_axes_constrain():
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    module = modules.DenseGeneral(24, input_axes=("rows", None, None), kernel_axes=("in", "out"))
+    x = jax.random.normal(jax.random.key(2), (8, 16, 32))
+    variables = module.init(jax.random.key(0), x)
+    assert variables["params"]["kernel"].names == ("in", "out")
+    with jax.set_mesh(mesh), nn.logical_axis_rules((("rows", "data"), ("in", None), ("out", None))):
+        y = jax.jit(module.apply)(variables, x)
+    assert y.sharding.spec[0] == "data"
+    np.testing.assert_allclose(np.asarray(y), np.asarray(module.apply(variables, x)), rtol=0, atol=32 * 2.0**-21)
+
+
+REFUSED = {
+    "enable_low_rank_adaptation": lambda: modules.DenseGeneral(8, enable_low_rank_adaptation=True),
+    "dot_input_axes": lambda: modules.LayerNormDenseGeneral(8, dot_input_axes=("a",)),
+    "dot_2_input_axes": lambda: modules.LayerNormMLP(8, dot_2_input_axes=("a",)),
+    "intermediate_hidden_dropout_dims": lambda: modules.LayerNormMLP(8, intermediate_hidden_dropout_dims=(0,)),
+    "hidden_dropout_dims": lambda: modules.TransformerLayer(32, 48, 4, hidden_dropout_dims=(0,)),
+    "score_mod": lambda: modules.TransformerLayer(32, 48, 4, score_mod=max),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_is_not_there_is_refused_by_name(field):
+    with pytest.raises(Fp8kitError, match=rf": {field}: got "):
+        REFUSED[field]().init(jax.random.key(0), X)
+
+
+def test_a_checkpoint_by_orbax_goes_on_with_the_same_bits(tmp_path):
+    """Parameters and FP8 state, saved after two steps and restored into a fresh tree."""
+    with fj.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=4)):
+        layer = modules.TransformerLayer(32, 48, 4, hidden_dropout=0.0, attention_dropout=0.0)
+        variables = layer.init(jax.random.key(0), X, deterministic=True)
+
+        @jax.jit
+        def step(variables):
+            other, params = flax.core.pop(variables, "params")
+
+            def loss(params, other):
+                return (layer.apply({"params": params, **other}, X, deterministic=True) ** 2).mean()
+
+            grads, fresh = jax.grad(loss, (0, 1))(params, other)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            return {"params": params, **fj.update_collections(fresh, other)}
+
+        saved = step(step(variables))
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", saved)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, variables))
+        want, got = step(saved), step(restored)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(want):
+        other = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+        assert_same_bits(jax.tree_util.keystr(path), np.asarray(other), np.asarray(leaf))
