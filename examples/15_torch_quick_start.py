@@ -59,10 +59,9 @@ def main(size: int = 64, length: int = 32) -> None:
                                     qkv_weight_interleaved=False)
         steps = {"1 plain PyTorch": Plain(nn, size, heads), "2 te.Linear, te.LayerNorm": Plain(te, size, heads),
                  "3 fused modules": Fused(size, heads), "4 te.TransformerLayer": whole, "5 te.TransformerLayer in FP8": whole}  # fmt: skip
-        source = steps["1 plain PyTorch"].to(DTYPE).state_dict()
+        first, source = None, steps["1 plain PyTorch"].to(DTYPE).state_dict()
         fused = {next(name.replace(old, new) for old, new in NAMES.items() if name.startswith(old)): p for name, p in source.items()}
         inside = {name if name.startswith("layernorm_mlp") else f"self_attention.{name}": p for name, p in fused.items()}
-        first = None
         for (name, layer), values in zip(steps.items(), (source, source, fused, inside, inside), strict=True):
             layer.to(DTYPE).load_state_dict(values)
             for turn in range(5):
