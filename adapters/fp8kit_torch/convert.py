@@ -55,6 +55,7 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
     """y = x W^T + b for an ``nn.Linear``, y = x W + b for a ``Conv1D``, with the plain module's parameters; FP8 under ``autocast``."""
 
     operation = "linear"
+    holds = False  # the parameters are the plain module's
 
     def __init__(self, plain: nn.Module, layout: str) -> None:
         super().__init__()

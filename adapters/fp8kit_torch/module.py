@@ -97,6 +97,7 @@ class TransformerEngineBaseModule(ParameterModule):
     """
 
     operation: str
+    holds = True  # whether quantized_model_init concerns its weights
     _held: Held | None = None
     fuse_wgrad_accumulation = False
     gemms: tuple[str, ...] = ("",)
@@ -111,7 +112,7 @@ class TransformerEngineBaseModule(ParameterModule):
     def set_spec(self, spec: Any) -> None:
         """The operation's spec in high precision; recipes and call options vary it."""
         self._spec, self._spec_text = spec, encode(spec)
-        self._held = held_now()
+        self._held = held_now() if self.holds else None
         self._hold()
 
     def _hold(self) -> None:

@@ -1,0 +1,40 @@
+"""The examples of the PyTorch door."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.models.test_examples import HALF_STEP, numbers, printed
+
+__all__ = ["printed"]  # a fixture
+
+
+def test_quick_start(printed):
+    found = re.findall(r"^(\d) .* ([\d.]+) ms, difference ([\d.]+)$", printed("torch_quick_start"), re.MULTILINE)
+    assert [int(step) for step, *_ in found] == [1, 2, 3, 4, 5]
+    assert all(float(time) > 0 for _, time, _ in found)
+    differences = [float(difference) for *_, difference in found]
+    assert max(differences[:4]) < 2.0**-8  # bfloat16's half step on a GPU; float32's on a CPU is not printed
+    assert 0 < differences[4] < HALF_STEP
+
+
+def test_linear(printed):
+    text = printed("torch_linear")
+    errors, (weight,) = numbers(r"step \d: .* error ([\d.]+)", text), numbers(r"weight gradient: error ([\d.]+)", text)
+    assert len(errors) == 3
+    assert max(errors[1:]) < HALF_STEP
+    assert weight < 2 * HALF_STEP  # of the gradient and of the input
+    assert "the same bits True" in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fine_tune(printed):
+    text = printed("torch_fine_tune")
+    losses = numbers(r"loss ([\d.]+)", text)
+    before, after = re.search(r"(\d+) parameters before and (\d+) after", text).groups()
+    assert before == after
+    assert losses[-2] < 0.7 * losses[0]
+    assert abs(losses[-1] - losses[-2]) < 0.2 * losses[0]
