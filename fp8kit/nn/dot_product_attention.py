@@ -125,11 +125,12 @@ class DotProductAttention(Module):
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
-        given = {name: value for name, value in locals().items() if name not in ("self", "other", "checkpoint_core_attention")}
+        given = dict(locals())  # the arguments
         op = "DotProductAttention"
         later(op, FORWARD[op], other)
         if flag(op, "checkpoint_core_attention", checkpoint_core_attention):
-            return checkpoint(self, **given, **other)  # type: ignore[no-any-return]
+            call = {name: value for name, value in given.items() if name not in ("self", "other", "checkpoint_core_attention")}
+            return checkpoint(self, **call, **other)  # type: ignore[no-any-return]
         flag(op, "fast_zero_fill", fast_zero_fill)
         form = self.qkv_format if qkv_format is None else choice(op, "qkv_format", qkv_format, FORMATS)
         mask = self.attn_mask_type if attn_mask_type is None else choice(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)

@@ -5,6 +5,7 @@ A ``Call`` makes everything it needs anew, so that a spoilt call changes nothing
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,14 @@ CACHED = {"max_batch_size": always(2), "max_sequence_length": always(8), "num_he
           "device": always("cpu")}
 
 
+@functools.cache
+def layer(kind: str) -> nn.Module:
+    """A layer whose calls change nothing in it."""
+    if kind == "decoder":
+        return nn.TransformerLayer(4, 6, 2, layer_type="decoder", device="cpu")
+    return nn.MultiheadAttention(4, 2, device="cpu")
+
+
 def cached(**given: Any) -> nn.InferenceParams:
     made = nn.InferenceParams(**(given or {name: value() for name, value in CACHED.items()}))
     made.pre_step({"a": 3, "b": 1})
@@ -257,7 +266,7 @@ CALLS: dict[str, Call] = {
     "nn.MultiheadAttention": module(nn.MultiheadAttention, lambda: (TOKENS,), attn_mask_type=always("causal"), input_layernorm=always(True),
                                     attention_type=always("self"), return_bias=always(True), return_layernorm_output=always(True),
                                     qkv_format=always("sbhd"), **ATTENTION),
-    "nn.MultiheadAttention.forward": plain(lambda **given: nn.MultiheadAttention(4, 2, device="cpu")(**given),
+    "nn.MultiheadAttention.forward": plain(lambda **given: layer("attention")(**given),
                                            attn_mask_type=always("causal"), encoder_output=always(None), **SEEN),
     "nn.TransformerLayer": module(nn.TransformerLayer, lambda: (TOKENS,), ffn_hidden_size=always(6), hidden_dropout=always(0.1),
                                   self_attn_mask_type=always("causal"), enc_dec_attn_mask_type=always("no_mask"),
@@ -265,7 +274,7 @@ CALLS: dict[str, Call] = {
                                   output_layernorm=always(True), apply_residual_connection_post_layernorm=always(False),
                                   parallel_attention_mlp=always(False), layer_type=always("encoder"), drop_path_rate=always(0.1),
                                   activation=always("gelu"), activation_params=always(None), attn_input_format=always("sbhd"), **ATTENTION),
-    "nn.TransformerLayer.forward": plain(lambda **given: nn.TransformerLayer(4, 6, 2, layer_type="decoder", device="cpu")(**given),
+    "nn.TransformerLayer.forward": plain(lambda **given: layer("decoder")(**given),
                                          self_attn_mask_type=always("causal"), encoder_output=lambda: view(TOKENS[:1]),
                                          enc_dec_attn_mask=always(None), enc_dec_attn_mask_type=always("no_mask"),
                                          enc_dec_window_size=always(None), enc_dec_bottom_right_diagonal=always(None), **SEEN),
