@@ -121,6 +121,8 @@ def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
         own = [state for state in states if state.device == device]
         if device.kind == "cpu":
             scaling.update(recipe, own, fp8_max, 0)
+        elif torch.cuda.current_device() == device.index:
+            scaling.update(recipe, own, fp8_max, torch._C._cuda_getCurrentRawStream(device.index))
         else:
             with torch.cuda.device(device.index):
                 scaling.update(recipe, own, fp8_max, torch.cuda.current_stream().cuda_stream)
