@@ -193,10 +193,12 @@ def _receiver(prepare: Callable[[str, Device], Step], kind: str) -> Callable[...
             else:
                 place = tensors[0].device
                 device, stream = Device(kind, place.index), tvm_ffi.get_raw_stream(place)
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            values, tensors, place = (), [], None  # XLA takes them back: an exception that an engine keeps must not hold them by this frame
             key = (low, high, device)
             step = steps.get(key)
             if step is None:
                 step = steps[key] = prepare(_text(words), device)
-            step([tensor.data_ptr() for tensor in tensors], stream)
+            step(pointers, stream)
 
     return receive

@@ -22,8 +22,9 @@ STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these a
 _SAME = {
     "transformer_engine.pytorch": ("fp8kit_torch",),
     "transformer_engine.pytorch.optimizers": ("fp8kit_torch.optimizers",),
-    "transformer_engine.pytorch.fp8": ("fp8kit_torch.autocast", "fp8kit_torch.availability"),
-    "transformer_engine.pytorch.quantization": ("fp8kit_torch.autocast", "fp8kit_torch.availability"),
+    "transformer_engine.pytorch.fp8": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized"),
+    "transformer_engine.pytorch.quantization": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized"),
+    "transformer_engine.pytorch.tensor": ("fp8kit_torch.quantized",),
     "transformer_engine.pytorch.distributed": ("fp8kit_torch.recompute", "fp8kit_torch.rng"),
     "transformer_engine.pytorch.graph": ("fp8kit_torch.graphs",),
     "transformer_engine.pytorch.cross_entropy": ("fp8kit_torch.cross_entropy",),

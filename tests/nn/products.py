@@ -63,7 +63,9 @@ def scales_of(module, gemm=0):
 
 def host(array):
     """A NumPy copy of an array of any device."""
-    return array.get() if hasattr(array, "get") else np.array(array)
+    if hasattr(array, "get"):
+        return array.get()
+    return np.array(array.numpy() if hasattr(array, "numpy") else array)
 
 
 def f64(tensor):

@@ -21,6 +21,8 @@ PROGRAM = """
     from transformer_engine.pytorch import Linear, fp8_autocast
     from transformer_engine.pytorch.fp8 import check_fp8_support
     from transformer_engine.pytorch.optimizers import FusedAdam
+    from transformer_engine.pytorch.quantization import fp8_model_init, quantized_model_init
+    from transformer_engine.pytorch.tensor import QuantizedTensor
 
     torch.manual_seed(0)
     layer = te.Linear(32, 16, params_dtype=torch.float32, device="cpu")
