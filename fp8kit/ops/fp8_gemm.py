@@ -37,7 +37,7 @@ class Fp8Gemm(Operation):
 
     def infer(self, spec: Fp8GemmSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         no_gradient(self.name, needs)
-        depths = set()
+        kinds = []  # contraction and kind of scale; compared, for a size that torch traces has no hash
         for i, (name, extent) in enumerate((("a", spec.rows), ("b", spec.columns))):
             found = meta_of(self.name, name, metas).shape
             depth = found[-1] if len(found) == 2 else 16
@@ -49,8 +49,8 @@ class Fp8Gemm(Operation):
             want(self.name, name, metas, codes, uint8)
             given = meta_of(self.name, f"{name}_scale_inv", metas).shape
             want(self.name, f"{name}_scale_inv", metas, given if given in scales else scales[0], float32)
-            depths.add((depth, spec.tiles is None and given == (1,)))
-        if len(depths) > 1:
+            kinds.append((depth, spec.tiles is None and given == (1,)))
+        if kinds[0] != kinds[1]:
             got = f"{metas['a']}, {metas['b']}"
             raise ShapeError(expected(self.name, "b", got, "a's contraction, and scales of the same kind"))
         return Signature({"out": Meta((spec.rows, spec.columns), formats.dtype(spec.dtype))})
