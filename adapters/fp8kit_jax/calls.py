@@ -68,7 +68,9 @@ def _view(tensor: Any, platform: str) -> ArrayView:
 def _register(name: str, function: Callable[..., None], attributes: Sequence[str], platform: str) -> None:
     spec = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
     receive = _on_the_host(function) if platform == "cpu" else function
-    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(receive), arg_spec=spec, platform=platform, pass_owned_tensor=True)
+    # no CUDA graphs: a replay would run neither Python nor what it decides (plans, timed algorithms)
+    options: dict[str, Any] = {"platform": platform, "pass_owned_tensor": True, "allow_cuda_graph": False}
+    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(receive), arg_spec=spec, **options)
 
 
 # --- IEEE arithmetic on XLA's threads ---------------------------------------------------------------------------------
