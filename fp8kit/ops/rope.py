@@ -13,7 +13,6 @@ from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.attention_spec import FORMATS, check_starts
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
-
 _SEQUENCES = ("cu_seqlens", "cu_seqlens_padded")  # the sequences' lengths, and where they start
 
 
@@ -47,8 +46,8 @@ class Rope(Operation):
     """y = x with the heads of its segments turned. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a single segment also as a
     dimension of their own; ``freqs`` (and ``k_freqs``): float32 (positions, r), angles in radians, r even and at most the head's features;
     ``start_positions`` int32 (b,) or None: added to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), running sums of the
-    sequences' lengths, with "thd" and only there; there also ``cu_seqlens_padded``, int32 (b + 1,): where each sequence starts, if there are
-    gaps between them. s, b and t may be 0. Output y like x; turned heads of tokens of no sequence are 0. Gradient of x, 0 likewise.
+    sequences' lengths, with "thd" and only there; there also ``cu_seqlens_padded``, int32 (b + 1,): where each sequence starts, if there
+    are gaps between them. s, b and t may be 0. Output y like x; turned heads of tokens of no sequence are 0. Gradient of x, 0 likewise.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError for dtypes. Where
     start_positions lead beyond the angles, the result is NaN.
@@ -83,9 +82,9 @@ class Rope(Operation):
                 continue
             if not packed:
                 raise ShapeError(expected("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}"))
-            shape = _want(name, metas, (formats.int32,)).shape
-            if shape != (batch + 1,):
-                raise ShapeError(expected("rope", name, f"shape {shape}", f"({batch + 1},), as cu_seqlens"))
+            shape, sums = _want(name, metas, (formats.int32,)).shape, _want("cu_seqlens", metas, (formats.int32,)).shape
+            if shape != sums:
+                raise ShapeError(expected("rope", name, f"shape {shape}", f"{sums}, as cu_seqlens"))
         if metas.get("start_positions") is not None:
             shape = _want("start_positions", metas, (formats.int32,)).shape
             if shape != (batch,):
