@@ -79,12 +79,13 @@ def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0,
 
 
 def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None, qkv_format: str = "bshd",
-         interleaved: bool = False) -> Any:
+         interleaved: bool = False, *, cu_seqlens_padded: Any = None) -> Any:
     """Rotary position embedding (Su et al., RoFormer, 2021).
 
     ``x``: h (b, s, heads, d), (s, b, heads, d) with "sbhd", (t, heads, d) with "thd"; ``freqs``: float32 (positions, r), angles in radians,
-    r even and at most d (``rope_frequencies``); ``start_positions``: int32 (b,) or None; ``cu_seqlens``: int32 (b + 1,) with "thd".
-    ``interleaved``: pairs are neighbours, instead of the two halves. Returns h like x.
+    r even and at most d (``rope_frequencies``); ``start_positions``: int32 (b,) or None; ``cu_seqlens``: int32 (b + 1,), running sums
+    of the lengths, with "thd"; ``cu_seqlens_padded``: where the sequences start, if there are gaps between them. ``interleaved``: pairs are
+    neighbours, instead of the two halves. Returns h like x, 0 for tokens of no sequence, and so for their gradient.
     """
     x = jnp.asarray(x)
     if x.ndim < 3:
@@ -92,7 +93,8 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
     heads, dim = x.shape[-2:]
     spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, bool(interleaved))
     flat = x.reshape(*x.shape[:-2], heads * dim)
-    inputs = {"x": flat, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens}
+    inputs = {"x": flat, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
+              "cu_seqlens_padded": cu_seqlens_padded}
     return apply(rope_operation, spec, inputs)["y"].reshape(x.shape)
 
 

@@ -119,7 +119,7 @@ class MultiheadAttention(torch.nn.Module):
           there.
         * ``checkpoint_core_attention``: what the core attention saves for backward is computed once more there, the same bits.
         * ``inference_params``: handed to the core attention; its ``rope_starts(batch)``, int32 (b,), are the positions at which
-          ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), where the sequences of "thd" do if nothing else says so.
+          ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), the lengths of "thd".
         * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys, which are turned by them.
         * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the other ``options`` of ``DotProductAttention.forward``: as there.
 
@@ -220,14 +220,16 @@ class MultiheadAttention(torch.nn.Module):
                         raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
                     inputs[turn[part][2]] = turns
             if core.qkv_format == "thd":
-                starts = sequence_starts(op, options, "q" if "q" in parts else "kv")
-                if starts is None and inference_params is not None:
-                    starts = inference_params.cu_seqlens_q
-                if starts is not None:
-                    inputs["cu_seqlens"] = starts.to(layer.device)
+                side = "q" if "q" in parts or inference_params is not None else "kv"
+                lengths, starts = options.get(f"cu_seqlens_{side}"), options.get(f"cu_seqlens_{side}_padded")
+                if lengths is None and inference_params is not None:
+                    lengths = inference_params.cu_seqlens_q
+                for given, value in (("cu_seqlens", lengths), ("cu_seqlens_padded", starts)):
+                    if value is not None:
+                        inputs[given] = value.to(layer.device)
             if inference_params is not None:
-                lengths = inputs.get("cu_seqlens")
-                batch = layer.shape[core.qkv_format.index("b")] if lengths is None else lengths.shape[0] - 1
+                sums = inputs.get("cu_seqlens")
+                batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
                 inputs["start_positions"] = inference_params.rope_starts(batch).to(layer.device)
             spec = spec_for("RopeSpec", segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
             found[name] = run("rope", spec, inputs)["y"]

@@ -125,7 +125,7 @@ class MultiheadAttention(Module):
           there.
         * ``checkpoint_core_attention``: what the core attention saves for backward is computed once more there, the same bits.
         * ``inference_params``: handed to the core attention; its ``rope_starts(batch)``, int32 (b,), are the positions at which
-          ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), where the sequences of "thd" do if nothing else says so.
+          ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), the lengths of "thd".
         * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys, which are turned by them.
         * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the other ``options`` of ``DotProductAttention.forward``: as there.
 
@@ -227,14 +227,17 @@ class MultiheadAttention(Module):
                         raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
                     inputs[turn[part][2]] = arrays.to(turns, layer.device)
             if core.qkv_format == "thd":
-                starts = sequence_starts(op, options, "q" if "q" in parts else "kv")
-                if starts is None and inference_params is not None:
-                    starts = as_tensor(op, "cu_seqlens_q", inference_params.cu_seqlens_q).view
-                if starts is not None:
-                    inputs["cu_seqlens"] = arrays.to(starts, layer.device)
+                side = "q" if "q" in parts or inference_params is not None else "kv"
+                lengths, starts = options.get(f"cu_seqlens_{side}"), options.get(f"cu_seqlens_{side}_padded")
+                if lengths is None and inference_params is not None:
+                    lengths = inference_params.cu_seqlens_q
+                for given, name_of, value in (("cu_seqlens", f"cu_seqlens_{side}", lengths),
+                                              ("cu_seqlens_padded", f"cu_seqlens_{side}_padded", starts)):
+                    if value is not None:
+                        inputs[given] = arrays.to(as_tensor(op, name_of, value).view, layer.device)
             if inference_params is not None:
-                lengths = inputs.get("cu_seqlens")
-                batch = layer.shape[core.qkv_format.index("b")] if lengths is None else lengths.shape[0] - 1
+                sums = inputs.get("cu_seqlens")
+                batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
                 first = as_tensor(op, "rope_starts", inference_params.rope_starts(batch)).view
                 inputs["start_positions"] = arrays.to(first, layer.device)
             spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)

@@ -87,12 +87,15 @@ def angles(operation: str, argument: str, freqs: Any) -> ArrayView:
 
 
 def apply_rotary_pos_emb(t: Any, freqs: Any, tensor_format: str = "sbhd", start_positions: Any = None, interleaved: bool = False,
-                         fused: bool = False, cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+                         fused: bool = False, cu_seqlens: Any = None, cp_size: int = 1, cp_rank: int = 0,
+                         *, cu_seqlens_padded: Any = None) -> Tensor:
     """``t`` with its heads turned by their positions' angles; differentiable in t.
 
     * ``t``: h (s, b, h, d), (b, s, h, d) or (t, h, d), as ``tensor_format`` says: "sbhd", "bshd" or "thd".
     * ``freqs``: float32 (positions, 1, 1, r), from ``RotaryPositionEmbedding``; features beyond r stay as they are.
-    * ``start_positions``: int32 (b,), the position of each sequence's first token. ``cu_seqlens``: int32 (b + 1,), with "thd".
+    * ``start_positions``: int32 (b,), the position of each sequence's first token. ``cu_seqlens``: int32 (b + 1,), running
+      sums of the lengths, with "thd"; ``cu_seqlens_padded``: where the sequences start, if there are gaps between them. Tokens of no
+      sequence become 0, and so does their gradient.
     * ``fused``: accepted; there is one way. ``cp_size``, ``cp_rank``: 1 and 0 only.
 
     Raises Fp8kitError kinds for what does not fit.
@@ -105,7 +108,8 @@ def apply_rotary_pos_emb(t: Any, freqs: Any, tensor_format: str = "sbhd", start_
     if len(x.shape) != len(tensor_format):
         raise ShapeError(expected(op, "t", f"shape {x.shape}", f"{len(tensor_format)} dimensions, {tensor_format}"))
     inputs: dict[str, Any] = {"x": x, "freqs": angles(op, "freqs", freqs)}
-    for name, value in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
+    for name, value in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens),
+                        ("cu_seqlens_padded", cu_seqlens_padded)):
         if value is not None:
             inputs[name] = arrays.to(as_tensor(op, name, value).view, x.device)
     return apply(rope, rope_spec(((*x.shape[-2:], "freqs"),), tensor_format, interleaved), inputs)["y"]

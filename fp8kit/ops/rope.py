@@ -13,6 +13,8 @@ from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.attention_spec import FORMATS, check_starts
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
+_SEQUENCES = ("cu_seqlens", "cu_seqlens_padded")  # the sequences' lengths, and where they start
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -43,8 +45,9 @@ class RopeSpec:
 class Rope(Operation):
     """y = x with the heads of its segments turned. Inputs: x h (s, b, N), (b, s, N) or (t, N), the heads of a single segment also as a
     dimension of their own; ``freqs`` (and ``k_freqs``): float32 (positions, r), angles in radians, r even and at most the head's features;
-    ``start_positions`` int32 (b,) or None: added to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), with "thd" and only there.
-    s, b and t may be 0. Output y like x. Gradient of x.
+    ``start_positions`` int32 (b,) or None: added to each sequence's positions; ``cu_seqlens`` int32 (b + 1,), running sums of the
+    sequences' lengths, with "thd" and only there; there also ``cu_seqlens_padded``, int32 (b + 1,): where each sequence starts, if there
+    are gaps between them. s, b and t may be 0. Output y like x; turned heads of tokens of no sequence are 0. Gradient of x, 0 likewise.
 
     ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError for dtypes. Where
     start_positions lead beyond the angles, the result is NaN.
@@ -74,14 +77,20 @@ class Rope(Operation):
         batch = None if packed else x.shape[spec.qkv_format.index("b")]
         if packed:
             batch = check_starts("rope", "cu_seqlens", _want("cu_seqlens", metas, (formats.int32,)).shape, x.shape[0])
-        elif metas.get("cu_seqlens") is not None:
-            raise ShapeError(expected("rope", "cu_seqlens", "an array", f"None with qkv_format {spec.qkv_format!r}"))
+        for name in _SEQUENCES:
+            if metas.get(name) is None:
+                continue
+            if not packed:
+                raise ShapeError(expected("rope", name, "an array", f"None with qkv_format {spec.qkv_format!r}"))
+            shape, sums = _want(name, metas, (formats.int32,)).shape, _want("cu_seqlens", metas, (formats.int32,)).shape
+            if shape != sums:
+                raise ShapeError(expected("rope", name, f"shape {shape}", f"{sums}, as cu_seqlens"))
         if metas.get("start_positions") is not None:
             shape = _want("start_positions", metas, (formats.int32,)).shape
             if shape != (batch,):
                 raise ShapeError(expected("rope", "start_positions", f"shape {shape}", f"({batch},)"))
         like = Meta(x.shape, x.dtype)
-        kept = (*spec.angles, *(name for name in ("start_positions", "cu_seqlens") if metas.get(name) is not None))
+        kept = (*spec.angles, *(name for name in ("start_positions", *_SEQUENCES) if metas.get(name) is not None))
         return Signature({"y": like}, kept=kept, grads={"x": like}) if "x" in needs else Signature({"y": like})
 
     def plan(self, spec: RopeSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
@@ -102,10 +111,11 @@ def _turn(plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, vie
     if not x.size:
         return
     spec: RopeSpec = plan.spec
+    lengths = views.get("cu_seqlens")
+    starts = views.get("cu_seqlens_padded") or lengths
     for name, source, target in _segments(spec, x, y):
         if name:
-            place = views.get("start_positions"), views.get("cu_seqlens"), spec.qkv_format, spec.interleaved
-            kernel(source, views[name], target, *place, stream)
+            kernel(source, views[name], target, views.get("start_positions"), lengths, starts, spec.qkv_format, spec.interleaved, stream)
         else:
             plan.kernels.copy(source, target, stream)
 

@@ -12,19 +12,25 @@ DEVICE void turn(float angle, float& cosine, float& sine) {
 }
 
 // y = the first `rotated` features of x turned by the angles of the token's position, the others copied; `back` turns back. The grid is
-// (s, b), or (t, 1) with cu_seqlens of `batches` sequences; strides in elements. y may be x: one thread reads and writes a pair. A block
-// is (pairs, heads).
-extern "C" __global__ void rope(const T* x, const float* freqs, T* y, const i32* start_positions, const i32* cu_seqlens, i64 batches,
-                                i64 positions, i64 rotated, i64 heads, i64 dim, i64 x_token, i64 x_batch, i64 x_head, i64 y_token,
-                                i64 y_batch, i64 y_head, i64 interleaved, i64 back) {
+// (s, b), or (t, 1) with the lengths' running sums and the starts of `batches` sequences, where tokens of no sequence become 0; strides in
+// elements. y may be x: one thread reads and writes a pair. A block is (pairs, heads).
+extern "C" __global__ void rope(const T* x, const float* freqs, T* y, const i32* start_positions, const i32* lengths, const i32* starts,
+                                i64 batches, i64 positions, i64 rotated, i64 heads, i64 dim, i64 x_token, i64 x_batch, i64 x_head,
+                                i64 y_token, i64 y_batch, i64 y_head, i64 interleaved, i64 back) {
   const i64 token = blockIdx.x;
-  const i64 batch = cu_seqlens == nullptr ? (i64)blockIdx.y : sequence_of(cu_seqlens, batches, token);
-  i64 position = cu_seqlens == nullptr ? token : token - cu_seqlens[batch];
+  const i64 batch = starts == nullptr ? (i64)blockIdx.y : sequence_of(starts, batches, token);
+  i64 position = starts == nullptr ? token : token - starts[batch];
+  const bool there = starts == nullptr || (position >= 0 && position < lengths[batch + 1] - lengths[batch]);
   if (start_positions != nullptr) position += start_positions[batch];
   const bool inside = position >= 0 && position < positions;
   const T* from = x + token * x_token + (i64)blockIdx.y * x_batch;
   T* to = y + token * y_token + (i64)blockIdx.y * y_batch;
 
+  if (!there) {
+    for (i64 f = threadIdx.x; f < dim; f += blockDim.x)
+      for (i64 head = threadIdx.y; head < heads; head += blockDim.y) to[head * y_head + f] = from_float<T>(0.0f);
+    return;
+  }
   for (i64 pair = threadIdx.x; pair < rotated / 2; pair += blockDim.x) {
     const i64 low = interleaved ? 2 * pair : pair, high = interleaved ? low + 1 : low + rotated / 2;
     const float nan = __int_as_float(0x7FC00000);

@@ -236,6 +236,31 @@ def test_rotary_self_attention_turns_queries_and_keys(device, form, fused, inter
     assert not np.allclose(f64(y), f64(module(x, **lengths)))
 
 
+@pytest.mark.parametrize("qk_norm", [None, "RMSNorm"])
+def test_rotary_leaves_tokens_of_no_sequence_alone(device, qk_norm):
+    """Gaps, and rows after the last sequence, farther on than there are angles: the sequences' values and gradients are those without."""
+    hidden, runs = HEADS * D, []
+    freqs = nn.RotaryPositionEmbedding(D, device=device)(max(LENGTHS_Q))
+    x, dy = draw(1, (sum(LENGTHS_Q), hidden), "float32"), draw(2, (sum(LENGTHS_Q), hidden), "float32", 2.0**-6)
+    lengths = {"cu_seqlens_q": cu(LENGTHS_Q), "cu_seqlens_kv": cu(LENGTHS_Q)}
+    for starts in (None, cu(np.add(LENGTHS_Q, 9)), cu(LENGTHS_Q)):  # no gaps; gaps; padding after the last sequence alone
+        gaps = starts is not None and starts[1] > LENGTHS_Q[0]
+        at = np.concatenate([b + np.arange(n) for b, n in zip(cu(LENGTHS_Q) if starts is None else starts, LENGTHS_Q, strict=False)])
+        wide = draw(3, (sum(LENGTHS_Q) + (0 if starts is None else 20), hidden), "float32")
+        g = np.zeros_like(wide)
+        wide[at], g[at] = x, dy
+        module = make(nn.MultiheadAttention, device, "float32", hidden_size=hidden, num_attention_heads=HEADS, num_gqa_groups=GROUPS,
+                      attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal", qk_norm_type=qk_norm)
+        more = {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts, "pad_between_seqs": True} if gaps else {}
+        leaf = tensor(wide, requires_grad=True, device=device)
+        y = module(leaf, rotary_pos_emb=freqs, **lengths, **more)
+        y.backward(g)
+        runs.append({"y": f64(y)[at], "dx": f64(leaf.grad)[at]} | {name: f64(p.grad) for name, p in module.named_parameters()})
+    for run in runs[1:]:
+        for name, want in runs[0].items():  # more rows, zeros, in the sums of the weights' gradients
+            assert_close(name, run[name], want, "float32", 64 * hidden * U * np.abs(want).max())
+
+
 def test_a_layer_hands_the_attentions_options_down(device):
     layer = make(nn.TransformerLayer, device, "float32", hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, window_size=(2, 0),
                  softmax_type="off-by-one").eval()

@@ -57,6 +57,25 @@ def test_apply_rotary_pos_emb(device, dtype, form, percent, interleaved):
         assert_close(what, got, want, dtype, doubt * size)
 
 
+@pytest.mark.parametrize("starts", [None, [2, 9]])
+def test_tokens_of_no_sequence_become_0(device, starts):
+    """They may hold NaN, and lie farther on than there are angles."""
+    lengths, most = np.array([0, 5, 8], np.int32), 5
+    at = np.concatenate([b + np.arange(n) for b, n in zip(starts or [0, 5], [5, 3], strict=True)])
+    x, dy = (np.full((20, H, D), np.nan, np.float32) for _ in range(2))
+    x[at], dy[at] = draw(1, (8, H, D), "float32"), draw(2, (8, H, D), "float32")
+    padded = None if starts is None else np.array([*starts, 15], np.int32)
+    t, alone = (tensor(v, requires_grad=True, device=device) for v in (x, x[at]))
+    freqs = nn.RotaryPositionEmbedding(D, 0.5, device=device)(most)
+    y = nn.apply_rotary_pos_emb(t, freqs, "thd", cu_seqlens=lengths, cu_seqlens_padded=padded)
+    want = nn.apply_rotary_pos_emb(alone, freqs, "thd", cu_seqlens=lengths)
+    y.backward(dy)
+    want.backward(dy[at])
+    for what, got, expected in (("y", f64(y), f64(want)), ("dx", f64(t.grad), f64(alone.grad))):
+        assert_same_bits(what, got[at], expected)
+        assert not np.delete(got, at, 0).any()
+
+
 def test_a_module_says_the_same_for_any_offset_and_stretches_positions():
     plain = nn.RotaryPositionEmbedding(8, device="cpu")
     assert_same_bits("offset", plain(5, offset=7).numpy(), plain(12).numpy()[7:])
@@ -101,6 +120,9 @@ WRONG = {
     "starts": (PLAIN, {"start_positions": meta(3, dtype="int32")}, ShapeError, r"start_positions: got shape \(3,\), expected \(2,\)"),
     "starts_dtype": (PLAIN, {"start_positions": meta(2, dtype="int64")}, FormatError, "start_positions: got"),
     "lengths": (PLAIN, {"cu_seqlens": meta(3, dtype="int32")}, ShapeError, "cu_seqlens: got an array, expected None"),
+    "places": (PLAIN, {"cu_seqlens_padded": meta(3, dtype="int32")}, ShapeError, "cu_seqlens_padded: got an array, expected None"),
+    "places_shape": (RopeSpec(((H, D, "freqs"),), "thd"), {"x": meta(S, H, D), "cu_seqlens": meta(3, dtype="int32"),
+                     "cu_seqlens_padded": meta(4, dtype="int32")}, ShapeError, r"cu_seqlens_padded: got shape \(4,\), expected \(3,\)"),
     "no_lengths": (RopeSpec(((H, D, "freqs"),), "thd"), {"x": meta(S, H, D)}, ShapeError, "cu_seqlens: got None"),
 }
 

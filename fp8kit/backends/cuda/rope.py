@@ -8,20 +8,20 @@ from fp8kit.backends.cuda import launch
 _THREADS = 256
 
 
-def rope_fwd(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None,
-             qkv_format: str, interleaved: bool, stream: int) -> None:
+def rope_fwd(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
+             starts: ArrayView | None, qkv_format: str, interleaved: bool, stream: int) -> None:
     """See ``backends.protocol``."""
-    _turn(x, freqs, y, start_positions, cu_seqlens, qkv_format, interleaved, False, stream)
+    _turn(x, freqs, y, start_positions, lengths, starts, qkv_format, interleaved, False, stream)
 
 
-def rope_bwd(dy: ArrayView, freqs: ArrayView, dx: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None,
-             qkv_format: str, interleaved: bool, stream: int) -> None:
+def rope_bwd(dy: ArrayView, freqs: ArrayView, dx: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
+             starts: ArrayView | None, qkv_format: str, interleaved: bool, stream: int) -> None:
     """See ``backends.protocol``."""
-    _turn(dy, freqs, dx, start_positions, cu_seqlens, qkv_format, interleaved, True, stream)
+    _turn(dy, freqs, dx, start_positions, lengths, starts, qkv_format, interleaved, True, stream)
 
 
-def _turn(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, cu_seqlens: ArrayView | None, qkv_format: str,
-          interleaved: bool, back: bool, stream: int) -> None:
+def _turn(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayView | None, lengths: ArrayView | None,
+          starts: ArrayView | None, qkv_format: str, interleaved: bool, back: bool, stream: int) -> None:
     positions, rotated = freqs.shape
     heads, dim = x.shape[-2:]
 
@@ -35,8 +35,8 @@ def _turn(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayVi
     grid = {"thd": (x.shape[0], 1), "sbhd": x.shape[:2], "bshd": (x.shape[1], x.shape[0])}[qkv_format]
     lanes = min(_THREADS, max(32, -(-max(rotated // 2, dim - rotated) // 32) * 32))
     args = (
-        x.ptr, freqs.ptr, y.ptr, 0 if start_positions is None else start_positions.ptr, 0 if cu_seqlens is None else cu_seqlens.ptr,
-        0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, positions, rotated, heads, dim, *strides(x), *strides(y), int(interleaved),
+        x.ptr, freqs.ptr, y.ptr, *(0 if view is None else view.ptr for view in (start_positions, lengths, starts)),
+        0 if starts is None else starts.shape[0] - 1, positions, rotated, heads, dim, *strides(x), *strides(y), int(interleaved),
         int(back),
     )  # fmt: skip
     kernel = launch.kernel("rope.cu", "rope", y.device.index, T=launch.type_name(x.dtype))

@@ -18,14 +18,21 @@ from fp8kit.testing.contract.elementwise import ROUNDOFF, Array, draw, host, tab
 
 _HEADS, _BATCH, _LENGTH = 3, 2, 9
 _CU = np.array([0, 4, 4, 9, 14], np.int32)  # a sequence of nothing, and two rows of no sequence after the last
-_TOKENS = 16
+_GAPS = np.array([1, 8, 8, 14, 19], np.int32)  # where they start with rows of no sequence before, between and after them
+_TOKENS = 22
 
 
-def angles(form: str, freqs: Array, starts: Array | None) -> Array:
-    """The angles of every token, float64 (..., 1, rotated), from the rule's words."""
+def tokens_of(first: Array) -> list[tuple[int, int, int]]:
+    """(token, sequence, place in it) of each token of a sequence, where the sequences of ``_CU`` start at ``first``."""
+    return [(int(first[b]) + i, b, i) for b, length in enumerate(np.diff(_CU)) for i in range(length)]
+
+
+def angles(form: str, freqs: Array, starts: Array | None, first: Array = _CU) -> Array:
+    """The angles of every token, float64 (..., 1, rotated), from the rule's words; any for tokens of no sequence."""
     if form == "thd":
-        batch = [max(b for b in range(len(_CU) - 1) if _CU[b] <= t) for t in range(_TOKENS)]
-        place = np.array([t - _CU[b] + (0 if starts is None else starts[b]) for t, b in enumerate(batch)])
+        place = np.zeros(_TOKENS, int)
+        for token, b, i in tokens_of(first):
+            place[token] = i + (0 if starts is None else starts[b])
     else:
         place = np.arange(_LENGTH)[:, None] + (np.zeros(_BATCH, int) if starts is None else starts)
         place = place if form == "sbhd" else place.T
@@ -47,14 +54,18 @@ def rotate(x: Array, angle: Array, interleaved: bool, back: bool) -> tuple[Array
 
 
 def _case(dtype: DType, form: str, way: str, depth: int = 16, rotated: int = 16, interleaved: bool = False, starts: bool = False,
-          where: str = "apart", doubled: bool = True) -> Callable[[Kernels, Device], None]:
+          where: str = "apart", doubled: bool = True, gaps: bool = False) -> Callable[[Kernels, Device], None]:
     """``where``: y is "apart", "in-place" (x's memory), or both are "packed" among other heads. ``doubled``: both features of a pair turn
-    by the same angle, as in the paper."""
+    by the same angle, as in the paper. ``gaps``: there are rows between the sequences. Rows of no sequence hold NaN."""
 
     def run(kernels: Kernels, device: Device) -> None:
         leading = {"sbhd": (_LENGTH, _BATCH), "bshd": (_BATCH, _LENGTH), "thd": (_TOKENS,)}[form]
         x = draw(1, (*leading, _HEADS, depth), dtype)
-        freqs = draw(2, (32, rotated), float32, 3.0)
+        begin = _GAPS if gaps else _CU
+        none = np.ones(leading, bool) if form == "thd" else np.zeros(leading, bool)
+        none[[token for token, *_ in tokens_of(begin)] if form == "thd" else ()] = False
+        x[none] = np.nan
+        freqs = draw(2, (16 if starts else 9 if form != "thd" else 5, rotated), float32, 3.0)  # as many as the longest sequence has
         if doubled:
             half = freqs[:, : rotated // 2]
             freqs = np.repeat(half, 2, axis=1) if interleaved else np.concatenate([half, half], axis=1)
@@ -68,9 +79,11 @@ def _case(dtype: DType, form: str, way: str, depth: int = 16, rotated: int = 16,
         else:
             source = put(x, device)
             target = source if where == "in-place" else poisoned(x.shape, dtype, device)
-        cu = put(_CU, device) if form == "thd" else None
-        getattr(kernels, way)(source, put(freqs, device), target, None if first is None else put(first, device), cu, form, interleaved, 0)
-        want, size = rotate(x, angles(form, freqs, first), interleaved, way == "rope_bwd")
+        places = None if first is None else put(first, device)
+        cu, at = (put(_CU, device), put(begin, device)) if form == "thd" else (None, None)
+        getattr(kernels, way)(source, put(freqs, device), target, places, cu, at, form, interleaved, 0)
+        x[none] = 0
+        want, size = rotate(x, angles(form, freqs, first, begin), interleaved, way == "rope_bwd")
         assert_close("y", host(target), want, dtype, 6 * ROUNDOFF * size)
         assert_same_bits("features beyond", host(target)[..., rotated:], x[..., rotated:])
 
@@ -80,7 +93,7 @@ def _case(dtype: DType, form: str, way: str, depth: int = 16, rotated: int = 16,
 def _beyond(kernels: Kernels, device: Device) -> None:
     x, y = draw(1, (2, 1, 1, 4), float32), poisoned((2, 1, 1, 4), float32, device)
     freqs, starts = put(np.zeros((3, 2), np.float32), device), put(np.array([2], np.int32), device)
-    kernels.rope_fwd(put(x, device), freqs, y, starts, None, "sbhd", False, 0)
+    kernels.rope_fwd(put(x, device), freqs, y, starts, None, None, "sbhd", False, 0)
     want = x.copy()
     want[1, ..., :2] = np.nan
     assert_close("y", host(y), want, float32)
@@ -97,6 +110,13 @@ _ROWS: dict[str, Callable[[DType, str], Callable[[Kernels, Device], None]]] = {
         "offsets": {"starts": True, "where": "in-place"},
         "own-angles": {"doubled": False, "where": "packed"},
         "own-angles-interleaved": {"doubled": False, "interleaved": True},
+    }.items()
+}
+_ROWS |= {
+    f"thd-gaps-{name}": lambda dtype, way, options=options: _case(dtype, "thd", way, gaps=True, **options)  # type: ignore[misc]
+    for name, options in {
+        "offsets": {"starts": True, "where": "in-place"},
+        "partial": {"depth": 24, "rotated": 10, "where": "packed"},
     }.items()
 }
 

@@ -137,6 +137,17 @@ def test_rope(interleaved):
     check(lambda x: fj.rope(x, freqs, interleaved=interleaved), reference, (draw(0, 2, 16, 3, 12),))
 
 
+def test_rope_of_sequences_with_gaps():
+    """Tokens of no sequence may hold NaN and lie farther on than there are angles: they and their gradients are 0."""
+    lengths, starts, at = jnp.array([0, 2, 5], jnp.int32), jnp.array([1, 6, 9], jnp.int32), jnp.array([1, 2, 6, 7, 8])
+    freqs, x = fj.rope_frequencies(8, 3), draw(0, 5, 3, 8)
+    wide = jnp.full((12, 3, 8), jnp.nan).at[at].set(x)
+    y, back = jax.vjp(lambda a: fj.rope(a, freqs, None, lengths, "thd", cu_seqlens_padded=starts), wide)
+    want, back_alone = jax.vjp(lambda a: fj.rope(a, freqs, None, lengths, "thd"), x)
+    np.testing.assert_array_equal(y, jnp.zeros_like(wide).at[at].set(want))
+    np.testing.assert_array_equal(back(wide)[0], jnp.zeros_like(wide).at[at].set(back_alone(x)[0]))
+
+
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "padding_causal", "arbitrary"])
 def test_attention(mask):
     q, k, v = draw(0, 2, 16, 4, 8), draw(1, 2, 16, 2, 8), draw(2, 2, 16, 2, 12)

@@ -182,6 +182,40 @@ def test_rotary_and_bias(device):
     assert same_state(ours, native) == 18
 
 
+@pytest.mark.parametrize("starts", [[0, 3, 7], [1, 12, 20]])
+def test_rotary_with_tokens_of_no_sequence(device, starts):
+    """thd with gaps and with rows after the last sequence, farther on than there are angles."""
+    ours, native = twins("TransformerLayer", device, attn_input_format="thd", self_attn_mask_type="padding_causal")
+    lengths = [0, 3, 7]
+    at = [b + i for b, n in zip(starts, (3, 4), strict=False) for i in range(n)]
+    own = {f"cu_seqlens_{side}{end}": torch.tensor(value, dtype=torch.int32, device=device)
+           for side in ("q", "kv") for end, value in (("", lengths), ("_padded", starts))}
+    own |= {"rotary_pos_emb": ft.RotaryPositionEmbedding(12, device=device)(4)}
+    foreign = {n: fk.tensor(v.cpu().numpy(), device=device) for n, v in own.items()}
+    for x in batches(device, shape=(24, WIDTH)):
+        g = torch.zeros_like(x)
+        g[at] = torch.randn_like(x[at])
+        y, dx, grads, g = torch_step(ours, ours, RECIPES["high"], x, g, **own)
+        yn, dxn, gradsn = native_step(native, RECIPES["high"], x, g, **foreign)
+        same(y, yn.view, "y")
+        same(dx, dxn, "dx")
+        assert torch.isfinite(y).all()
+        assert torch.isfinite(dx).all()
+        for name, grad in grads.items():
+            assert torch.isfinite(grad).all(), name
+            same(grad, gradsn[name], name)
+    own_angles, t = own["rotary_pos_emb"], torch.full((24, 2, 12), torch.nan, device=device)
+    t[at] = torch.randn(7, 2, 12, device=device)
+    turned = ft.apply_rotary_pos_emb(t.requires_grad_(), own_angles, "thd", cu_seqlens=own["cu_seqlens_q"],
+                                     cu_seqlens_padded=own["cu_seqlens_q_padded"])
+    same(turned, nn.apply_rotary_pos_emb(fk.tensor(numpy_of(t), device=device), foreign["rotary_pos_emb"], "thd",
+                                         cu_seqlens=foreign["cu_seqlens_q"],
+                                         cu_seqlens_padded=foreign["cu_seqlens_q_padded"]).view, "turned")
+    turned.sum().backward()
+    assert torch.isfinite(turned).all()
+    assert torch.isfinite(t.grad).all()
+
+
 def test_cross_attention(device):
     options = {"hidden_size": WIDTH, "num_attention_heads": 4, "attention_dropout": 0.0, "attention_type": "cross", "device": device,
                "input_layernorm": True, "attn_mask_type": "no_mask"}
