@@ -199,3 +199,25 @@ def test_views_that_are_not_contiguous_are_looked_at(device):
     x = fk.tensor(arrays.as_view(host)) if device == "cpu" else tensor(np.ascontiguousarray(host), device=device)
     with autocast(enabled=False, check_finite=True), pytest.raises(NonFiniteError, match=r"Linear \(linear\): input x|\(linear\): input x"):
         nn.Linear(H, H, device=device)(x)
+
+
+@pytest.mark.parametrize("value", [1.0, np.inf])
+def test_a_checkpointed_function_in_backward_is_the_roots(device, value):
+    """Outside of any module there is the root's name."""
+
+    class Rest(nn.Module):
+        def forward(self, x):
+            return fk.checkpoint(lambda v: ops.gelu(v), x)
+
+    x, g = draw(0, (4, H), "float32"), draw(1, (4, H), "float32")
+    g[2, 3] = value
+    one, two = (tensor(x, requires_grad=True, device=device) for _ in range(2))
+    with autocast(enabled=False, check_finite=True):
+        y = Rest()(one)
+    if not np.isfinite(value):
+        with pytest.raises(NonFiniteError, match=r"^Rest \("):
+            y.backward(g)
+        return
+    y.backward(g)
+    ops.gelu(two).backward(g)
+    assert one.grad.numpy().tobytes() == two.grad.numpy().tobytes()
