@@ -267,6 +267,10 @@ X = np.ones((4, 2, 4, 8), np.float32)
         (lambda: nn.DotProductAttention(4, 8, qkv_format="thd")(X[0], X[0], X[0], cu_seqlens_q=cu((1, 1)), cu_seqlens_kv=cu((1, 1))),
          ["mask", "padding"]),
         (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.ones((2, 4), bool)), ["attention_mask"]),
+        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.zeros((2, 1, 1, 99), bool)),
+         ["attention_mask", "(2, 1, 1, 99)", "queries"]),
+        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(
+            X, X[:-1], X[:-1], attention_mask=np.zeros((X.shape[1], 1, 1, len(X)), bool)), ["attention_mask", "keys, a pair"]),
         (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.eye(2, 4, dtype=bool)[:, None, None]),
          ["attention_mask", "before a true position"]),
         (lambda: nn.DotProductAttention(4, (8, 0)), ["kv_channels", "0"]),
