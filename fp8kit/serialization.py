@@ -100,9 +100,9 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
 
     ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any shape and any dtype that
     safetensors has. ``metadata``: strings kept in the file's header. The file appears whole or not at all: it is written beside, flushed to
-    the disk and renamed. Raises CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
+    the disk and renamed. Of a symbolic link it is the file that the link names. Raises CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
     """
-    target = Path(arguments.path("save", path))
+    target = Path(os.path.realpath(arguments.path("save", path)))
     if not target.parent.is_dir() or target.is_dir():
         raise CheckpointError(expected("save", "path", str(target), "a file in a folder that exists"))
     state = module if isinstance(module, Mapping) else _stateful("save", module).state_dict()
@@ -149,7 +149,7 @@ def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], str
 
 def sweep(path: str | os.PathLike[str]) -> None:
     """Remove what killed saves to ``path`` left beside it. Not while another process saves there."""
-    target = Path(arguments.path("sweep", path))
+    target = Path(os.path.realpath(arguments.path("sweep", path)))
     for beside in target.parent.glob(f".{glob.escape(target.name)}.*{_BESIDE}"):
         beside.unlink(missing_ok=True)
 

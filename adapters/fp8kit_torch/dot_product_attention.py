@@ -149,7 +149,7 @@ class DotProductAttention(ParameterModule):
         }  # fmt: skip
         if attention_mask is not None:
             if "padding" in mask and cu_seqlens_q is None:
-                beside.update(counted(op, attention_mask))
+                beside.update(counted(op, attention_mask, _lengths(form, inputs)))
             elif mask == "arbitrary":
                 beside["mask"] = attention_mask
             else:
@@ -249,14 +249,27 @@ def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any)
     return layout, {name: given[argument] for name, argument in zip(names, there, strict=True)}
 
 
-def counted(operation: str, attention_mask: Any) -> dict[str, Tensor]:
-    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k. ShapeError where padding is not last (that is
-    asked of the device, but not within ``torch.compile``)."""
+def _lengths(form: str, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a sequence."""
+    q = inputs["q"] if "q" in inputs else inputs["qkv"]
+    k = inputs["k"] if "k" in inputs else inputs["kv"] if "kv" in inputs else inputs["qkv"]
+    dim = form.index("s") if "s" in form else -1
+    return None if dim < 0 or min(q.ndim, k.ndim) <= dim else (q.shape[dim], k.shape[dim])
+
+
+def counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None) -> dict[str, Tensor]:
+    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of ``lengths``. ShapeError where s is another
+    and where padding is not last (that is asked of the device, but not within ``torch.compile``)."""
     masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
+    if len(masks) != 2:
+        raise ShapeError(expected(operation, "attention_mask", f"{len(masks)} tensors", "one, or a pair for queries and keys"))
     found = {}
     for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), masks, strict=True):
         if mask.ndim != 4 or tuple(mask.shape[1:3]) != (1, 1):
             raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(mask.shape)}", "(batch, 1, 1, sequence)"))
+        if lengths is not None and mask.shape[3] != lengths[len(found)]:
+            wanted = f"(batch, 1, 1, {lengths[len(found)]}) for {'keys' if found else 'queries'}, a pair where the lengths differ"
+            raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(mask.shape)}", wanted))
         rows = mask[:, 0, 0] != 0
         if not torch.compiler.is_compiling() and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
             raise ShapeError(expected(operation, "attention_mask", "padding before a true position", "padding after all true positions"))

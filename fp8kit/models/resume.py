@@ -1,4 +1,5 @@
-"""A training's whole state in one file, so that a run which was killed at any moment continues with the same bits.
+"""A training's whole state in one file, so that a run which was killed at any moment continues, with the same bits where
+engine, libraries, number of threads and deterministic kernels are the same.
 
 The file holds the model with its FP8 state, the optimiser (masters, moments, step counts, hyperparameters), the random state, and what
 the run has seen so far: its losses, whose number is the position in the data and in the schedule, and its statistics. Batches depend on
@@ -58,7 +59,8 @@ class Run:
 
 
 def identity(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, device: Device, seed: int) -> dict[str, str]:
-    """What a training is, as strings by name: two trainings with the same identity have the same state after the same step."""
+    """What a training is, as strings by name: model, data, recipe, kind of device, seed. It is what a file is checked for, not all that bits
+    depend on: number of threads, deterministic kernels, engine and versions of libraries are the user's to keep the same."""
     digest = hashlib.sha256(corpus.train.tobytes() + b"|" + corpus.validation.tobytes()).hexdigest()
     said = {f"preset.{name}": repr(value) for name, value in dataclasses.asdict(preset).items()}
     return said | {"label": label, "recipe": repr(recipe), "device": device.kind, "seed": str(seed), "corpus": digest}

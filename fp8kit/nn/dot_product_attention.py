@@ -148,7 +148,7 @@ class DotProductAttention(Module):
         }  # fmt: skip
         if attention_mask is not None:
             if "padding" in mask and cu_seqlens_q is None:
-                arrays_beside |= _counted(op, attention_mask)
+                arrays_beside |= _counted(op, attention_mask, _lengths(form, inputs))
             elif mask == "arbitrary":
                 arrays_beside["mask"] = attention_mask
             else:
@@ -233,8 +233,15 @@ def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any)
     return layout, {name: as_tensor(operation, argument, given[argument]) for name, argument in zip(names, there, strict=True)}
 
 
-def _counted(operation: str, attention_mask: Any) -> dict[str, Any]:
-    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k."""
+def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a sequence."""
+    layers = [next(inputs[name] for name in names if name in inputs) for names in (("q", "qkv"), ("k", "kv", "qkv"))]
+    dim = form.index("s") if "s" in form else -1
+    return None if dim < 0 or min(len(x.shape) for x in layers) <= dim else (layers[0].shape[dim], layers[1].shape[dim])
+
+
+def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None) -> dict[str, Any]:
+    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of ``lengths``. ShapeError where s is another."""
     masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
     if len(masks) != 2:
         raise ShapeError(expected(operation, "attention_mask", f"{len(masks)} arrays", "one, or a pair for queries and keys"))
@@ -243,6 +250,9 @@ def _counted(operation: str, attention_mask: Any) -> dict[str, Any]:
         host = as_tensor(operation, "attention_mask", mask).view.numpy() != 0
         if host.ndim != 4 or host.shape[1:3] != (1, 1):
             raise ShapeError(expected(operation, "attention_mask", f"shape {host.shape}", "(batch, 1, 1, sequence)"))
+        if lengths is not None and host.shape[3] != lengths[len(found)]:
+            wanted = f"(batch, 1, 1, {lengths[len(found)]}) for {'keys' if found else 'queries'}, a pair where the lengths differ"
+            raise ShapeError(expected(operation, "attention_mask", f"shape {host.shape}", wanted))
         rows = host[:, 0, 0]
         if (rows[:, :-1] & ~rows[:, 1:]).any():
             raise ShapeError(expected(operation, "attention_mask", "padding before a true position", "padding after all true positions"))

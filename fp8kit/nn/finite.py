@@ -41,6 +41,7 @@ class _Finder:
 
     def __init__(self, root: Module) -> None:
         self.stack: list[Module] = []
+        self.name = type(root).__name__  # where no module runs: a checkpointed function in backward
         self.paths = {id(module): path or type(root).__name__ for path, module in root.named_modules()}
         self.parameters = {id(parameter): path for path, parameter in root.named_parameters()}
 
@@ -48,12 +49,16 @@ class _Finder:
         """Look at weights first, then at inputs, then at outputs."""
         named = {name: self.parameters[id(value)] for name, value in inputs.items() if id(value) in self.parameters}
         layer = next((path.rpartition(".")[0] for path in named.values()), "")
-        where = _Where(f"{layer or self.paths.get(id(self.stack[-1]), type(self.stack[-1]).__name__)} ({operation})", named)
+        where = _Where(f"{layer or self._running()} ({operation})", named)
         rest = {name: value for name, value in inputs.items() if name not in named and (operation, name) not in _MAY_BE_INFINITE}
         _look(where, "weight", {path: inputs[name] for name, path in named.items()})
         _look(where, "input", rest)
         _look(where, "output", outputs)
         return where
+
+    def _running(self) -> str:
+        """The innermost module that runs, the root outside of any."""
+        return self.paths.get(id(self.stack[-1]), type(self.stack[-1]).__name__) if self.stack else self.name
 
     def backward(self, where: _Where, cotangents: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
         """Look at what came and at what goes on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from fp8kit import arrays, serialization
 from fp8kit.arguments import function, integer, number
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import AutogradError, CheckpointError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import int64
 
 HostArray = np.ndarray[Any, Any]
@@ -37,7 +37,9 @@ class _State:
 
 
 class _Thread(threading.local):
-    state: _State | None = None  # what a recomputation draws from, on its own thread
+    state: _State | None = None  # a recomputation's own, on its own thread
+    keeping: tuple[list[ArrayView], ...] = ()  # where the draws of first passes are kept
+    replayed: Iterator[ArrayView] | None = None  # the draws of the first pass that is recomputed
 
 
 _process = _State(0)
@@ -71,7 +73,18 @@ def host_generator() -> np.random.Generator:
 
 def next_rng(device: Device) -> ArrayView:
     """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by one offset. Threads may draw at
-    once: no two get the same offset."""
+    once: no two get the same offset. AutogradError in a recomputation that draws more, or elsewhere, than its first pass."""
+    out = _drawn(device) if _thread.replayed is None else next(_thread.replayed, None)
+    if out is None or out.device != device:
+        wanted = "as many draws on the same devices as in the first pass"
+        raise AutogradError(expected("checkpoint", "function", f"another draw on {device}", wanted))
+    for kept in _thread.keeping:
+        kept.append(out)
+    return out
+
+
+def _drawn(device: Device) -> ArrayView:
+    """The next of the device's state in force."""
     kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     out = arrays.empty((2,), int64, device)
     with _LOCK:
@@ -174,6 +187,28 @@ class snapshot:
             yield
         finally:
             _thread.state = before
+
+
+@contextmanager
+def keeping(draws: list[ArrayView]) -> Iterator[None]:
+    """Append what ``next_rng`` gives on this thread for a block; other threads' draws may come between, so that a state alone would not
+    say which they were."""
+    before, _thread.keeping = _thread.keeping, (*_thread.keeping, draws)
+    try:
+        yield
+    finally:
+        _thread.keeping = before
+
+
+@contextmanager
+def replaying(draws: Sequence[ArrayView]) -> Iterator[None]:
+    """Give kept draws once more on this thread for a block, in their order; no state moves on."""
+    before = _thread.keeping, _thread.replayed
+    _thread.keeping, _thread.replayed = (), iter(draws)
+    try:
+        yield
+    finally:
+        _thread.keeping, _thread.replayed = before
 
 
 def _copied(state: _State) -> _State:

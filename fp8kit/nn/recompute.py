@@ -34,13 +34,14 @@ class Kept(NamedTuple):
 
 
 class _Pass:
-    """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads them in the same order.
+    """A pass over a checkpointed function: the ``first``, which fills ``calls`` and ``draws``, or a later one, which reads them in the same
+    order.
 
     ``source``: the later pass of an outer checkpoint that this first pass runs within, and reads from.
     """
 
-    def __init__(self, first: bool, calls: list[Kept], source: _Pass | None) -> None:
-        self.first, self.calls, self.source = first, calls, source
+    def __init__(self, first: bool, calls: list[Kept], draws: list[ArrayView], source: _Pass | None) -> None:
+        self.first, self.calls, self.draws, self.source = first, calls, draws, source
         self.position = 0
 
     def next(self, owner: object) -> Kept:
@@ -108,13 +109,14 @@ class _Call(NamedTuple):
     def run(self, running: _Pass, probe: Probe | None, recorded: bool) -> Any:
         """Call the function."""
         mode = set_grad_enabled(True) if recorded else no_grad()
-        with mode, probing(probe), _running(running):
+        draws = random.keeping(running.draws) if running.first else random.replaying(running.draws)
+        with mode, probing(probe), _running(running), draws:
             return self.function(*self.args, **self.kwargs)
 
-    def again(self, calls: list[Kept]) -> Any:
+    def again(self, first: _Pass) -> Any:
         """Call the function once more, on the tape."""
         with resumed(self.state), policy_context(self.policy), self.random.again(), watching(self.watcher):
-            return self.run(_Pass(False, calls, None), None, True)
+            return self.run(_Pass(False, first.calls, first.draws, None), None, True)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     call = _Call(function, args, kwargs, current(), get_policy(), random.snapshot(), watcher())
     outside = _thread.running
-    one = _Pass(True, [], None if outside is None or outside.first else outside)
+    one = _Pass(True, [], [], None if outside is None or outside.first else outside)
     probe = Probe()
     given = [t for t in _tensors((args, kwargs)) if t.requires_grad]
     checks = [unchanged("checkpoint", f"argument {i}", t) for i, t in enumerate(_tensors((args, kwargs)))]
@@ -146,7 +148,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def backward(cotangents: list[ArrayView | None]) -> list[tuple[Edge, ArrayView | None]]:
         for check in (*checks, *probe.used):
             check()
-        seconds = _tensors(call.again(one.calls))
+        seconds = _tensors(call.again(one))
         shapes = [[(t.shape, t.dtype) for t in tensors] for tensors in (seconds, results)]
         if shapes[0] != shapes[1]:
             raise AutogradError(expected("checkpoint", "function", f"{shapes[0]} the second time", f"{shapes[1]}, as the first time"))

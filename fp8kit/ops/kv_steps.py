@@ -85,6 +85,7 @@ class Steps:
         self._pages: dict[Hashable, list[int]] = {}  # in the step's order
         self._free = list(range(self.total_num_pages))  # a heap
         self._stepped: set[int | None] = set()  # layers that have taken the step
+        self._written: dict[int | None, dict[Hashable, int]] = {}  # by layer: tokens of each sequence that are in its cache
         self._on_device: dict[str, Any] = {}
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -107,41 +108,44 @@ class Steps:
             if lengths[name] > self.max_sequence_length:
                 wanted = f"at most {self.max_sequence_length} with the {self.sequences.get(name, 0)} there are: max_sequence_length"
                 raise ShapeError(expected(_OP, f"step_dict[{name!r}]", count, wanted))
-        self._hand_out(lengths)
-        self.sequences, self._new = lengths, {name: int(count) for name, count in step_dict.items()}
-        self._stepped = set()
-        self._send()
+        new, (pages, free) = {name: int(count) for name, count in step_dict.items()}, self._handed_out(lengths)
+        self._on_device = self._send(new, lengths, pages)  # the last that can fail
+        self.sequences, self._new, self._pages, self._free, self._stepped = lengths, new, pages, free, set()
+        for layer, written in self._written.items():
+            self._written[layer] = {name: count for name, count in written.items() if name in lengths}
         return dict(lengths)
 
-    def _hand_out(self, lengths: Mapping[Hashable, int]) -> None:
-        """Take back the pages of finished sequences, and give those of a step the lowest free ones for what is new. ShapeError, with
-        nothing changed, where there are too few."""
+    def _handed_out(self, lengths: Mapping[Hashable, int]) -> tuple[dict[Hashable, list[int]], list[int]]:
+        """Pages by sequence and the free ones: those of finished sequences are taken back, and those of a step have the lowest free ones
+        for what is new. Changes nothing. ShapeError where there are too few."""
         wanted = sum(-(-length // self.page_size) for length in lengths.values())
         if wanted > self.total_num_pages:
             got = f"{self.total_num_pages} pages of {self.page_size} tokens"
             raise ShapeError(expected(_OP, "total_num_pages", got, f"{wanted} for the sequences of this step"))
-        for name in [name for name in self._pages if name not in lengths]:
-            for page in self._pages.pop(name):
-                heapq.heappush(self._free, page)
-        had, self._pages = self._pages, {}
+        free, handed = list(self._free), {}
+        for name, pages in self._pages.items():
+            if name not in lengths:
+                for page in pages:
+                    heapq.heappush(free, page)
         for name, length in lengths.items():
-            pages = self._pages[name] = had.get(name, [])
-            while len(pages) * self.page_size < length:
-                pages.append(heapq.heappop(self._free))
+            own = handed[name] = list(self._pages.get(name, ()))
+            while len(own) * self.page_size < length:
+                own.append(heapq.heappop(free))
+        return handed, free
 
-    def _send(self) -> None:
-        """What the kernels read of the step to the device, in one copy."""
-        batch, width = len(self.sequences), -(-self.max_sequence_length // self.page_size)
-        new, totals = (np.array(list(counts.values()), np.int32) for counts in (self._new, self.sequences))
-        table = np.zeros((batch, width), np.int32)
-        for row, pages in zip(table, self._pages.values(), strict=True):
-            row[: len(pages)] = pages
+    def _send(self, counts: Mapping[Hashable, int], lengths: Mapping[Hashable, int], pages: Mapping[Hashable, list[int]]) -> dict[str, Any]:
+        """What the kernels read of a step, by name, on the device: one copy."""
+        new, totals = (np.array(list(numbers.values()), np.int32) for numbers in (counts, lengths))
+        table = np.zeros((len(lengths), -(-self.max_sequence_length // self.page_size)), np.int32)
+        for row, own in zip(table, pages.values(), strict=True):
+            row[: len(own)] = own
         parts = {"cu_seqlens_q": _sums(new), "cu_seqlens_kv": _sums(totals), "starts": totals - new, "pages": table}
         whole = self._upload(np.concatenate([part.ravel() for part in parts.values()]))
-        offset, self._on_device = 0, {}
+        offset, sent = 0, {}
         for name, part in parts.items():
-            self._on_device[name] = self._part(whole, offset, part.shape)
+            sent[name] = self._part(whole, offset, part.shape)
             offset += part.size
+        return sent
 
     @property
     def batch_size(self) -> int:
@@ -211,7 +215,8 @@ class Steps:
         """What ``ops.kv_cache`` wants beside the new q, k and v of a layer: its arrays, and (max_seqlen_q, max_seqlen_kv).
 
         ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys and values. Makes the layer's
-        caches at its first step. Raises Fp8kitError kinds where the step is not the announced one.
+        caches at its first step. Raises Fp8kitError kinds where the step is not the announced one, ShapeError where the layer left out an
+        earlier one of a sequence, so that its cache has a hole.
         """
         self._sent("pages")
         if isinstance(layer_number, bool) or not isinstance(layer_number, int):
@@ -219,6 +224,12 @@ class Steps:
         if layer_number in self._stepped:
             wanted = "pre_step before each step, and a number of its own for each layer"
             raise Fp8kitError(expected(operation, "layer_number", f"{layer_number} twice in a step", wanted))
+        written = self._written.get(layer_number, {})
+        for name, length in self.sequences.items():
+            if written.get(name, 0) != length - self._new[name]:
+                got = f"{layer_number}, whose cache holds {written.get(name, 0)} of sequence {name!r}"
+                wanted = f"the {length - self._new[name]} tokens before this step: each layer takes each step of pre_step"
+                raise ShapeError(expected(operation, "layer_number", got, wanted))
         if qkv_format != self.qkv_format:
             raise Fp8kitError(expected(operation, "qkv_format", repr(qkv_format), f"{self.qkv_format!r} as inference_params"))
         tokens, longest = sum(self._new.values()), self.max_seqlen_q
@@ -241,6 +252,7 @@ class Steps:
     def stepped(self, layer_number: int | None) -> None:
         """A layer has taken the announced step."""
         self._stepped.add(layer_number)
+        self._written[layer_number] = dict(self.sequences)
 
     def _cache(self, operation: str, layer_number: int, groups: int, dim: int, dim_v: int, dtype: DType) -> Cache:
         """A layer's caches, made where it has none. ShapeError, FormatError where they are others than the layer wants."""

@@ -197,7 +197,7 @@ class Optimizer:
             hyper = self.flat(group)
             lr = hyper[0] if isinstance(hyper[0], float) else self._one("lr", hyper[0])
             taking += [(param, self._gradient(param), lr, hyper[1:]) for param in group["params"] if param.grad is not None]
-        self._count([param for param, *_ in taking], bad)
+        counters = self._counters([param for param, *_ in taking])
         batches: dict[tuple[Any, ...], Batch] = {}
         for param, grad, lr, hyper in taking:
             state = self._states[param]
@@ -206,16 +206,37 @@ class Optimizer:
                 batches[key] = Batch([], lr, hyper[:-1], state.counter.view, by, bad)
             batches[key].entries.append(Entry(param.view, grad, state, hyper[-1]))
         for batch in batches.values():
-            device = batch.step.device
-            self.update(dispatch.kernels(device), batch, arrays.current_stream(device))
+            batch.columns(*self.slots((0.0, *batch.hyper, 0.0)))  # what may fail for want of memory, before the step counts
+        counted: list[_Counter] = []
+        updated: set[int] = set()
+        try:
+            for counter in counters:
+                device = counter.view.device
+                dispatch.kernels(device).count_(counter.view, bad, arrays.current_stream(device))
+                counted.append(counter)
+            for batch in batches.values():
+                device = batch.step.device
+                self.update(dispatch.kernels(device), batch, arrays.current_stream(device))
+                updated.add(id(batch.step))
+        except BaseException:
+            self._take_back([counter.view for counter in counted if id(counter.view) not in updated], bad)
+            raise
         for param, *_ in taking:
             param.version().count += 1
 
-    def _count(self, params: Sequence[Tensor], found_inf: ArrayView | None) -> None:
-        """Make the states that are missing, and count the step: once for each counter. Parameters that leave behind others which
-        they shared a counter with get a copy of it."""
+    @staticmethod
+    def _take_back(counts: Sequence[ArrayView], found_inf: ArrayView | None) -> None:
+        """Let a step that was not made not count, unless it was skipped anyway. Waits for the device."""
+        if found_inf is None or found_inf.numpy().reshape(-1)[0] == 0:
+            for count in counts:
+                arrays.copy(count, arrays.as_view(count.numpy() - 1))
+
+    def _counters(self, params: Sequence[Tensor]) -> list[_Counter]:
+        """Make the states that are missing; the counters of ``params``, each once and with no other holders. Parameters that leave behind
+        others which they shared a counter with get a copy of it."""
         fresh: dict[arrays.Device, _Counter] = {}
         taking: dict[int, list[_State]] = {}
+        found: list[_Counter] = []
         for param in params:
             state = self._states.get(param)
             if state is None:
@@ -229,8 +250,8 @@ class Optimizer:
                 counter = _Counter(_copied(counter.view))
                 for state in states:
                     state.move(counter)
-            device = counter.view.device
-            dispatch.kernels(device).count_(counter.view, found_inf, arrays.current_stream(device))
+            found.append(counter)
+        return found
 
     def _gradient(self, param: Tensor) -> ArrayView:
         """The parameter's gradient; any array may have been set."""
@@ -285,8 +306,7 @@ class Optimizer:
         owners = [row for row, group in zip(rows, self.param_groups, strict=True) for _ in group["params"]]
         for i, (param, row) in enumerate(zip(params, owners, strict=True)):
             if steps[i]:
-                names = (*self.slots(row), *(("master",) if param.dtype is not float32 else ()))
-                wanted |= {f"{name}.{i}": (param.shape, "float32") for name in names}
+                wanted |= {f"{name}.{i}": (param.shape, "float32") for name in self._kept(param, row)}
         faults = []  # the causes first: with other steps other arrays are expected
         for name, (shape, kind) in wanted.items():
             if name in views and (views[name].shape, views[name].dtype.name) != (shape, kind):
@@ -305,6 +325,10 @@ class Optimizer:
             raise CheckpointError(f"{type(self).__name__}.load_state_dict: {'; '.join(faults[:8])}{more}")
         return lambda: self._take(views, steps.tolist(), rows)
 
+    def _kept(self, param: Tensor, row: Sequence[float]) -> tuple[str, ...]:
+        """Names of what is kept of a parameter under the hyperparameters of its group."""
+        return (*self.slots(row), *(("master",) if param.dtype is not float32 else ()))
+
     def _take(self, views: Mapping[str, ArrayView], steps: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
         for group, row in zip(self.param_groups, rows, strict=True):
             if isinstance(group["lr"], int | float):
@@ -314,17 +338,16 @@ class Optimizer:
             group |= self.nest(row)
         self._states = {}
         counters: dict[tuple[arrays.Device, int], _Counter] = {}
-        for i, param in enumerate(self._params()):
+        owners = [row for row, group in zip(rows, self.param_groups, strict=True) for _ in group["params"]]
+        for i, (param, row) in enumerate(zip(self._params(), owners, strict=True)):
             if steps[i]:
                 key = (param.device, steps[i])
                 if key not in counters:
                     counters[key] = _Counter(arrays.to(arrays.as_view(np.full(1, steps[i], np.int64)), param.device))
                 state = self._states[param] = _State(param.view, counters[key])
-                for name, view in views.items():
-                    slot, _, at = name.partition(".")
-                    if at == str(i):
-                        target = state.master if slot == "master" and state.master is not None else state.slot(slot, param.view)
-                        arrays.copy(target, arrays.contiguous(view))
+                for name in self._kept(param, row):
+                    target = state.master if name == "master" and state.master is not None else state.slot(name, param.view)
+                    arrays.copy(target, arrays.contiguous(views[f"{name}.{i}"]))
 
 
 def rate(operation: str, value: Any) -> Any:

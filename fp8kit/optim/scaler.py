@@ -23,6 +23,8 @@ from fp8kit.formats import HIGH_PRECISION, float32
 from fp8kit.optim.base import Optimizer
 
 _DTYPES = {"scale": np.float32, "good_steps": np.int64}
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # of a factor
+_LIMITS = {"scale": (_LEAST, _MOST), "good_steps": (0, 2**63 - 1)}
 
 
 class GradScaler:
@@ -42,8 +44,8 @@ class GradScaler:
 
     def __init__(self, init_scale: float = 2.0**16, growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000,
                  enabled: bool = True) -> None:
-        op, limits = "GradScaler", np.finfo(np.float32)
-        number(op, "init_scale", init_scale, math.nextafter(float(limits.max), math.inf), least=float(limits.tiny))
+        op = "GradScaler"
+        number(op, "init_scale", init_scale, math.nextafter(_MOST, math.inf), least=_LEAST)
         self.growth_factor = number(op, "growth_factor", growth_factor, above=1.0)
         self.backoff_factor = number(op, "backoff_factor", backoff_factor, 1.0, above=0.0)
         self.growth_interval = integer(op, "growth_interval", growth_interval, 1, 2**62)
@@ -154,7 +156,7 @@ class GradScaler:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take over what ``state_dict`` gave. CheckpointError for missing or (``strict``) unexpected names, other shapes or dtypes, and
-        numbers that are negative or not finite."""
+        numbers that are not finite, a ``scale`` below the least of ``init_scale``, or a negative ``good_steps``."""
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
@@ -167,8 +169,8 @@ class GradScaler:
         for name, kind in _DTYPES.items():
             if name in host and (host[name].shape, host[name].dtype) != ((1,), kind):
                 faults.append(f"{name}: got {host[name].dtype} {host[name].shape}, expected {np.dtype(kind)} (1,)")
-            elif name in host and not (np.isfinite(host[name][0]) and host[name][0] >= 0):
-                faults.append(f"{name}: got {host[name][0]}, expected a finite number >= 0")
+            elif name in host and not _LIMITS[name][0] <= host[name][0].item() <= _LIMITS[name][1]:
+                faults.append(f"{name}: got {host[name][0]}, expected a finite number >= {_LIMITS[name][0]}")
         if faults:
             raise CheckpointError(f"GradScaler.load_state_dict: {'; '.join(faults)}")
 

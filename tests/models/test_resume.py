@@ -173,3 +173,18 @@ def test_another_training_is_named(corpus, good):
             train(*options, Stop(None), good, resume=True)
     with pytest.raises(Fp8kitError, match="keep"):
         train(two, corpus, None, "x", CPU, resume=True, stream=Stop(None))
+
+
+def test_a_link_stays_a_link(tmp_path):
+    """The file that it names is written, and what a killed save left beside that file is swept."""
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "state", tmp_path / "latest"
+    link.symlink_to(real)
+    for value in (1.0, 2.0):
+        serialization.save(link, {"x": np.full(3, value, np.float32)})
+        assert link.is_symlink()
+        np.testing.assert_array_equal(serialization.read(real)[0]["x"], np.full(3, value, np.float32))
+    left = real.with_name(f".{real.name}.00{serialization._BESIDE}")
+    left.touch()
+    serialization.sweep(link)
+    assert [path.name for path in (tmp_path / "real").iterdir()] == ["state"]

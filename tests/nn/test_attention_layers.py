@@ -292,6 +292,10 @@ X = np.ones((4, 2, 4, 8), np.float32)
         (lambda: nn.DotProductAttention(4, 8, qkv_format="thd")(X[0], X[0], X[0], cu_seqlens_q=cu((1, 1)), cu_seqlens_kv=cu((1, 1))),
          ["mask", "padding"]),
         (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.ones((2, 4), bool)), ["attention_mask"]),
+        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.zeros((2, 1, 1, 99), bool)),
+         ["attention_mask", "(2, 1, 1, 99)", "queries"]),
+        (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(
+            X, X[:-1], X[:-1], attention_mask=np.zeros((X.shape[1], 1, 1, len(X)), bool)), ["attention_mask", "keys, a pair"]),
         (lambda: nn.DotProductAttention(4, 8, attn_mask_type="padding")(X, X, X, attention_mask=np.eye(2, 4, dtype=bool)[:, None, None]),
          ["attention_mask", "before a true position"]),
         (lambda: nn.DotProductAttention(4, (8, 0)), ["kv_channels", "0"]),
@@ -324,3 +328,22 @@ def test_a_checkpointed_call_gives_the_same_bits(device):
         found.append([host(x) for x in (o, q.grad, k.grad, v.grad, bias.grad, module.softmax_offset.grad)])
     for got, want in zip(*found, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_an_offset_of_minus_infinity_and_a_row_that_sees_nothing(device):
+    """Such a row has no probabilities and gives the offset no gradient; the other heads' gradients are as they were."""
+    found = []
+    for offset in (-np.inf, 0.5):
+        module = nn.DotProductAttention(HEADS, D, attn_mask_type="arbitrary", softmax_type="learnable", device=device)
+        module.load_state_dict({"softmax_offset": np.array([offset] + [0.25] * (HEADS - 1), np.float32)})
+        parts = [tensor(draw(i, (5, 2, HEADS, D), "float32"), requires_grad=True, device=device) for i in range(3)]
+        mask = np.zeros((1, 1, 5, 5), bool)
+        mask[..., 2, :] = True
+        o = module(*parts, attention_mask=mask)
+        o.backward(draw(4, o.shape, "float32"))
+        assert not o.numpy()[2].any()
+        assert all(np.isfinite(part.grad.numpy()).all() for part in parts)
+        found.append(module.softmax_offset.grad.numpy())
+    assert found[0][0] == 0
+    assert found[1][0] != 0
+    np.testing.assert_array_equal(found[0][1:], found[1][1:])

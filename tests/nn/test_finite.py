@@ -10,8 +10,9 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.autocast import autocast, current
-from fp8kit.autograd import no_grad, tensor
+from fp8kit.autograd import apply, no_grad, tensor
 from fp8kit.errors import NonFiniteError, RecipeError
+from fp8kit.ops.activation import ActivationSpec, activation
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from tests.nn.test_layers import draw
 from tests.nn.test_recompute import bits
@@ -199,3 +200,28 @@ def test_views_that_are_not_contiguous_are_looked_at(device):
     x = fk.tensor(arrays.as_view(host)) if device == "cpu" else tensor(np.ascontiguousarray(host), device=device)
     with autocast(enabled=False, check_finite=True), pytest.raises(NonFiniteError, match=r"Linear \(linear\): input x|\(linear\): input x"):
         nn.Linear(H, H, device=device)(x)
+
+
+@pytest.mark.parametrize("value", [1.0, np.inf])
+def test_a_checkpointed_function_in_backward_is_the_roots(device, value):
+    """Outside of any module there is the root's name."""
+
+    def gelu(v):
+        return apply(activation, ActivationSpec("gelu", H), {"x": v})["y"]
+
+    class Rest(nn.Module):
+        def forward(self, x):
+            return fk.checkpoint(gelu, x)
+
+    x, g = draw(0, (4, H), "float32"), draw(1, (4, H), "float32")
+    g[2, 3] = value
+    one, two = (tensor(x, requires_grad=True, device=device) for _ in range(2))
+    with autocast(enabled=False, check_finite=True):
+        y = Rest()(one)
+    if not np.isfinite(value):
+        with pytest.raises(NonFiniteError, match=r"^Rest \("):
+            y.backward(g)
+        return
+    y.backward(g)
+    gelu(two).backward(g)
+    assert one.grad.numpy().tobytes() == two.grad.numpy().tobytes()

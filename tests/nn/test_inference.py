@@ -10,7 +10,7 @@ import pytest
 from fp8kit import formats, nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import no_grad, tensor
-from fp8kit.errors import AutogradError, Fp8kitError
+from fp8kit.errors import AutogradError, Fp8kitError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits, relative_error
@@ -392,3 +392,45 @@ def test_a_step_is_taken_once_and_without_gradients():
     assert_close("o", core(x, x, x, inference_params=cache).numpy(), want.astype(np.float64), "float32", 64 * D * U)
     with pytest.raises(Fp8kitError, match="1 twice in a step, expected pre_step before each step, and a number of its own for each layer"):
         core(x, x, x, inference_params=cache)
+
+
+def test_a_step_that_a_layer_left_out_is_no_hole():
+    """The cache would hold memory that nothing has written. A sequence that ends and comes back begins anew."""
+    core, other = (nn.DotProductAttention(HEADS, D, qkv_format="bshd", layer_number=n) for n in (1, 2))
+    cache = nn.InferenceParams(2, 8, device="cpu")
+    x = draw(1, (1, 2, HEADS, D), "float32")
+
+    def step(layer):
+        return layer(x, x, x, inference_params=cache).numpy()
+
+    cache.pre_step({"a": 2})
+    want = step(core)
+    cache.pre_step({"a": 2})
+    step(core)
+    with pytest.raises(ShapeError, match="layer_number: got 2, whose cache holds 0 of sequence 'a', expected the 2 tokens before"):
+        step(other)
+    cache.pre_step({"a": 2})
+    cache.pre_step({"a": 2})
+    with pytest.raises(ShapeError, match="layer_number: got 1, whose cache holds 4 of sequence 'a', expected the 6 tokens before"):
+        step(core)
+    cache.pre_step({"b": 2})
+    cache.pre_step({"a": 2})
+    assert_same_bits("core", step(core), want)
+    cache.reset()
+    cache.pre_step({"a": 2})
+    assert_same_bits("other", step(other), want)
+
+
+def test_a_step_that_cannot_be_sent_changes_nothing(monkeypatch):
+    core = nn.DotProductAttention(HEADS, D, qkv_format="bshd", layer_number=1)
+    cache = params("bshd", "cpu", paged=True)
+    x = draw(1, (1, 4, HEADS, D), "float32")
+    cache.pre_step({"a": 4})
+    before = dict(cache.sequences), {name: list(pages) for name, pages in cache._pages.items()}, list(cache._free), cache.cu_seqlens_kv
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_upload", lambda host: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            cache.pre_step({"b": 7, "a": 3})
+    assert before == (cache.sequences, cache._pages, cache._free, cache.cu_seqlens_kv)
+    want = core(x, x, x).numpy()
+    assert_close("o", core(x, x, x, inference_params=cache).numpy(), want.astype(np.float64), "float32", 64 * D * U)

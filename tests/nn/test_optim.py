@@ -9,8 +9,9 @@ import pytest
 
 from fp8kit import nn
 from fp8kit.autograd import tensor
+from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError
-from fp8kit.optim import AdamW, clip_grad_norm_, warmup_cosine
+from fp8kit.optim import AdamW, base, clip_grad_norm_, warmup_cosine
 from fp8kit.testing.compare import assert_close, sum_slack
 from tests.nn.products import f64
 from tests.nn.test_layers import draw
@@ -180,3 +181,25 @@ def test_gradients_that_the_user_set():
         with pytest.raises(ShapeError, match="AdamW: grad"):
             opt.step()
     assert opt.state_dict()["steps"].numpy().tolist() == [0]
+
+
+@pytest.mark.parametrize("where", ["adamw_", "columns"])
+def test_a_step_that_failed_does_not_count(monkeypatch, where):
+    """Neither one that had no memory nor one whose kernel could not start; the next step is the one it would have been."""
+    g, params = draw(3, (4, 3), "float32"), [tensor(draw(1, (4, 3), "float32"), requires_grad=True) for _ in range(2)]
+    opts = [AdamW([param], lr=0.1) for param in params]
+    for param in params:
+        give(param, g)
+
+    def fail(*args, **options):
+        raise MemoryError(where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((dispatch.kernels(params[0].device), where) if where == "adamw_" else (base.Batch, where)), fail)
+        with pytest.raises(MemoryError, match=where):
+            opts[0].step()
+    assert opts[0].state_dict()["steps"].numpy().tolist() == [0]
+    for opt in opts:
+        opt.step()
+    np.testing.assert_array_equal(params[0], params[1])
+    assert opts[0].state_dict()["steps"].numpy().tolist() == [1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import nn
+from fp8kit import arrays, nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import no_grad, tensor
 from fp8kit.errors import AutogradError, Fp8kitError
@@ -196,3 +198,42 @@ def test_backward_of_the_function_failing_restores_what_was(device):
     from fp8kit.autocast import current
 
     assert current() is None
+
+
+def test_other_threads_may_draw_between(device):
+    """Between the passes' start and their draws others draw: the second pass has the first one's numbers all the same."""
+
+    def others():
+        thread = threading.Thread(target=lambda: nn.random.next_rng(arrays.device(device)))
+        thread.start()
+        thread.join()
+
+    def gradient(again):
+        nn.manual_seed(4)
+        layer = nn.TransformerLayer(H, 2 * H, 2, hidden_dropout=0.3, attention_dropout=0.3, device=device)
+        x = tensor(draw(1, (8, 2, H), "float32"), requires_grad=True, device=device)
+
+        def function(v):
+            others()
+            return layer(v)
+
+        y = fk.checkpoint(function, x) if again else function(x)
+        y.backward(draw(2, (8, 2, H), "float32"))
+        return [y.numpy().tobytes(), x.grad.numpy().tobytes(), *(p.grad.numpy().tobytes() for p in layer.parameters())]
+
+    with fk.deterministic():
+        assert gradient(True) == gradient(False)
+
+
+def test_a_second_pass_that_draws_more_is_refused(device):
+    times = []
+
+    def function(v):
+        times.append(0)
+        for _ in times:
+            nn.random.next_rng(v.device)
+        return v + v
+
+    x = tensor(np.ones(3, np.float32), requires_grad=True, device=device)
+    with pytest.raises(AutogradError, match="another draw on .*, expected as many draws on the same devices as in the first pass"):
+        fk.checkpoint(function, x).backward(np.ones(3, np.float32))

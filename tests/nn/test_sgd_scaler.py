@@ -171,6 +171,7 @@ def test_scaler_state_and_arguments(device):
     scaler = GradScaler(8.0, growth_interval=2)
     state = {n: v.numpy().copy() for n, v in scaler.state_dict().items()}
     for change, word in (({"scale": np.zeros(2, np.float32)}, "scale"), ({"scale": np.full(1, np.inf, np.float32)}, "finite"),
+                         ({"scale": np.zeros(1, np.float32)}, "scale: got 0.0"), ({"good_steps": np.full(1, -1)}, "good_steps: got -1"),
                          ({"x": np.zeros(1)}, "unexpected: x")):
         with pytest.raises(CheckpointError, match=word):
             scaler.load_state_dict(state | change)

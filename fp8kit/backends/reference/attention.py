@@ -99,8 +99,9 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
     if dbias is not None and bias is not None:
         store(dbias, bias * scores.bias_factor)
     if doffset is not None:
-        weights = np.exp(scores.sinks(sizes) - sums) * delta[..., 0]
-        store(doffset, -np.add.reduce(np.where(_within(extras, sizes), weights, np.float32(0)), axis=(0, 3)).reshape(-1))
+        some = sums != -np.inf  # a row whose offset is -Inf too and that sees nothing has no probabilities
+        weights = np.exp(scores.sinks(sizes) - np.where(some, sums, np.float32(0))) * delta[..., 0]
+        store(doffset, -np.add.reduce(np.where(_within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)).reshape(-1))
 
 
 def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool) -> int:
