@@ -100,7 +100,8 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
 
     ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any shape and any dtype that
     safetensors has. ``metadata``: strings kept in the file's header. The file appears whole or not at all: it is written beside, flushed to
-    the disk and renamed. Of a symbolic link it is the file that the link names. Raises CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
+    the disk and renamed. A symbolic link stays: the file that it names is written. Raises CheckpointError for arrays that the format
+    cannot hold; OSError when the disk refuses.
     """
     target = Path(os.path.realpath(arguments.path("save", path)))
     if not target.parent.is_dir() or target.is_dir():

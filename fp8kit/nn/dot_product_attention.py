@@ -241,11 +241,11 @@ def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None) -> dict[str, Any]:
-    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of ``lengths``. ShapeError where s is another."""
+    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k; ShapeError where s is not ``lengths``'."""
     masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
     if len(masks) != 2:
         raise ShapeError(expected(operation, "attention_mask", f"{len(masks)} arrays", "one, or a pair for queries and keys"))
-    found = {}
+    found: dict[str, Any] = {}
     for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), masks, strict=True):
         host = as_tensor(operation, "attention_mask", mask).view.numpy() != 0
         if host.ndim != 4 or host.shape[1:3] != (1, 1):

@@ -235,5 +235,5 @@ def test_a_second_pass_that_draws_more_is_refused(device):
         return v + v
 
     x = tensor(np.ones(3, np.float32), requires_grad=True, device=device)
-    with pytest.raises(AutogradError, match="another draw on .*, expected as many draws on the same devices as in the first pass"):
+    with pytest.raises(AutogradError, match=r"another draw on .*, expected as many draws on the same devices as in the first pass"):
         fk.checkpoint(function, x).backward(np.ones(3, np.float32))

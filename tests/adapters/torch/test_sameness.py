@@ -253,7 +253,7 @@ def test_padding_mask_is_counted(device):
     with pytest.raises(fk.errors.ShapeError, match="padding after all true positions"):
         ours(*parts, attention_mask=~mask)
     short = [torch.randn(4, 2, 4, 12, device=device) for _ in range(2)]
-    with pytest.raises(fk.errors.ShapeError, match=r"attention_mask: got shape \(2, 1, 1, 6\), expected \(batch, 1, 1, 4\) for keys, a pair"):
+    with pytest.raises(fk.errors.ShapeError, match=r"got shape \(2, 1, 1, 6\), expected \(batch, 1, 1, 4\) for keys, a pair"):
         ours(parts[0], *short, attention_mask=mask)
     with pytest.raises(fk.errors.ShapeError, match=r"expected \(batch, 1, 1, 6\) for queries"):
         ours(*parts, attention_mask=mask[..., :5])
