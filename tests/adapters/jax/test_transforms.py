@@ -63,7 +63,7 @@ def test_vmap_of_values_and_gradients_is_exact(recipe):
     x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
     sets = moved(RECIPES[recipe], x[0], w, b)
     each = [layer(x[i], w, b, sets) for i in range(4)]
-    compare = alike if recipe == "high" else same  # BLAS sums longer matrices in another order
+    compare = alike if recipe in ("high", "block") else same  # flattened: BLAS may sum longer matrices in another order
     compare("y", jax.vmap(layer, (0, None, None, None))(x, w, b, sets), jnp.stack(each))
 
     def loss(x, w, b):
