@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import current, touch_forward
@@ -52,7 +53,7 @@ def make(name: str) -> tuple[Any, Any]:
     outputs, copies of inputs that pass through, amaxes by slot (where the call has GEMMs), and the saved block (where there is one).
     """
 
-    @torch.library.custom_op(f"fp8kit::{name}", mutates_args=())
+    @custom_op(f"fp8kit::{name}", mutates_args=())
     def forward(inputs: Sequence[Tensor], scale: Tensor | None, late: Sequence[Tensor], call: str, needs: str, recipe: str) -> list[Tensor]:
         found, tensors = call_by(call), _tidy(inputs)
         ready = found.ready(tensors, _needs(needs))
@@ -70,7 +71,7 @@ def make(name: str) -> tuple[Any, Any]:
         row = [like.new_empty(found.front_slots, dtype=torch.float32)] if any(_is_amax(n, found.front) for n in signature.outputs) else []
         return [*made, *row, *([like.new_empty(size, dtype=torch.uint8)] if signature.saved else [])]
 
-    @torch.library.custom_op(f"fp8kit::{name}_backward", mutates_args=())
+    @custom_op(f"fp8kit::{name}_backward", mutates_args=())
     def backward(
         kept: Sequence[Tensor], cotangents: Sequence[Tensor], late: Sequence[Tensor], shapes: Sequence[int], kinds: str, there: str,
         call: str, needs: str,
@@ -154,7 +155,7 @@ def _layout(shapes: Sequence[int], kinds: str) -> tuple[list[tuple[int, ...]], l
     return sizes, dtypes
 
 
-@torch.library.custom_op("fp8kit::record_", mutates_args=("history",), tags=(torch.Tag.cudagraph_unsafe,))
+@custom_op("fp8kit::record_", mutates_args=("history",), tags=(torch.Tag.cudagraph_unsafe,))
 def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: int) -> None:
     """history[0] = max(history[0], amaxes), NaN ignored; and the state ``handle`` is to be updated, see ``FORWARD`` and ``BACKWARD``.
 
@@ -190,7 +191,7 @@ class _Parts(NamedTuple):
     group: None = None
 
 
-@torch.library.custom_op("fp8kit::update_", mutates_args=("scales", "inverses", "histories"))
+@custom_op("fp8kit::update_", mutates_args=("scales", "inverses", "histories"))
 def update_(scales: Sequence[Tensor], inverses: Sequence[Tensor], histories: Sequence[Tensor], recipe: str, forward: bool) -> None:
     """Delayed scaling's update (``fp8kit.scaling.update``) of states by their tensors, by the recipe of that text."""
     own = []

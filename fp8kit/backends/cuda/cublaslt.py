@@ -97,7 +97,7 @@ def operands(key: MatmulKey) -> tuple[Operand, Operand, Operand]:
 
 
 @functools.cache
-def library() -> Any:
+def bindings() -> Any:
     """``nvmath.bindings.cublasLt``; BackendError where nvmath is missing."""
     try:
         from nvmath.bindings import cublasLt as module
@@ -110,7 +110,7 @@ def library() -> Any:
 def _handle(device_index: int) -> int:
     with launch.current_device(device_index):
         try:
-            return int(library().create())
+            return int(bindings().create())
         except RuntimeError as error:
             raise BackendError(f"cublaslt: no handle on cuda:{device_index}: {error}") from error
 
@@ -124,7 +124,7 @@ class Plan:
     def __init__(self, key: MatmulKey, device_index: int) -> None:
         self.key = key
         self.device = device_index
-        self._lt = library()
+        self._lt = bindings()
         self._handle = _handle(device_index)
         self._matmul = self._lt.matmul
         self._set = self._lt.matmul_desc_set_attribute

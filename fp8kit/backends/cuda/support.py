@@ -68,7 +68,7 @@ def _nvrtc() -> str:
 
 
 def _cublaslt() -> str:
-    return str(cublaslt.library().get_version())
+    return str(cublaslt.bindings().get_version())
 
 
 def _cudnn() -> str:

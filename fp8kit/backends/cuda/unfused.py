@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     ``groups`` key heads and ``rows`` rows at most make a tile. ``scores`` and ``dweights`` (do v^T) are float32; ``weights`` and
     ``dscores`` have the problem's dtype and are the same memory where that is float32. ``dk``, ``dv``: float32 sums of ``groups`` heads,
     where more than one tile adds to a key head (``summed``). ``dbias``: float32 sums of the whole bias; ``doffset``: parts of its sums.
-    ``library``: cuBLASLt's own workspace.
+    ``cublaslt``: the library's own workspace.
     """
 
     groups: int
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     dv: int
     dbias: int
     doffset: int
-    library: int
+    cublaslt: int
     total: int
 
 
@@ -219,7 +219,7 @@ class _Call:
             accumulate=accumulate, alignment=16 if places % 16 == 0 else itemsize,
         )
         plan = cublaslt.plan(key, self.device)
-        plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, self.base + self.cut.library, cublaslt.WORKSPACE, self.stream)
+        plan.run(a.ptr, b.ptr, out.ptr, 0, 0, 0, self.base + self.cut.cublaslt, cublaslt.WORKSPACE, self.stream)
 
     def launch(self, function: str, tile: _Tile, args: tuple[int, ...]) -> None:
         """A score kernel on a tile, one block a row."""

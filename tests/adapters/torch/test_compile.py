@@ -8,6 +8,7 @@ import torch
 from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import encode
+from torch.library import opcheck
 
 import fp8kit as fk
 from fp8kit.backends import dispatch
@@ -223,7 +224,7 @@ def test_opcheck(device, name):
         checks = (*checks, "test_aot_dispatch_dynamic")
     torch.use_deterministic_algorithms(True)  # fills what an operation leaves undefined, between the parts of the saved block
     try:
-        torch.library.opcheck(OPS[name], (tensors, scale, [], text, ",".join(needs), ""), test_utils=checks)
+        opcheck(OPS[name], (tensors, scale, [], text, ",".join(needs), ""), test_utils=checks)
     finally:
         torch.use_deterministic_algorithms(False)
     assert name in BACKWARD_OPS
@@ -232,9 +233,9 @@ def test_opcheck(device, name):
 def test_opcheck_of_state(device):
     history, row = torch.rand(3, 4, device=device), torch.rand(4, device=device)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(record_, (history.clone(), row, torch.tensor(0), "", 0), test_utils=checks)
+    opcheck(record_, (history.clone(), row, torch.tensor(0), "", 0), test_utils=checks)
     parts = [[torch.ones(4, device=device)], [torch.ones(4, device=device)], [history]]
-    torch.library.opcheck(update_, (*parts, encode(DelayedScaling()), True), test_utils=checks)
+    opcheck(update_, (*parts, encode(DelayedScaling()), True), test_utils=checks)
     record_(history, row, torch.tensor(0), "", 0)
     same(history[0], torch.maximum(history[0], row), "row 0")
 
