@@ -102,7 +102,7 @@ class _Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
     fake = _Library()
-    monkeypatch.setattr(cublaslt, "library", lambda: fake)
+    monkeypatch.setattr(cublaslt, "bindings", lambda: fake)
     monkeypatch.setattr(cublaslt, "_handle", lambda index: 1)
     monkeypatch.setattr(cublaslt.launch, "current_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(cublaslt.launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0))
