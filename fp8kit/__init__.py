@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fp8kit.autograd import Function, Tensor, no_grad, tensor
     from fp8kit.backends.dispatch import deterministic, use_backend
     from fp8kit.errors import (
+        ArgumentError,
         AutogradError,
         BackendError,
         CheckpointError,
@@ -55,6 +56,7 @@ _PUBLIC = {
     "save": "serialization",
     "Fp8kitError": "errors",
     "ShapeError": "errors",
+    "ArgumentError": "errors",
     "FormatError": "errors",
     "RecipeError": "errors",
     "BackendError": "errors",

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.errors import CheckpointError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, expected
 
 
-def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Fp8kitError) -> bool:
+def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = ArgumentError) -> bool:
     """A bool, or 0 or 1."""
     if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
@@ -24,7 +24,7 @@ def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Fp8kit
 
 
 def integer(operation: str, name: str, value: Any, least: int | None = None, most: int | None = None,
-            kind: type[Fp8kitError] = Fp8kitError) -> int:
+            kind: type[Fp8kitError] = ArgumentError) -> int:
     """An int in [least, most]; a bool is none."""
     fits = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if fits and (least is None or value >= least) and (most is None or value <= most):
@@ -33,7 +33,7 @@ def integer(operation: str, name: str, value: Any, least: int | None = None, mos
     raise kind(expected(operation, name, shown(value), f"an int{limits[least is not None, most is not None]}"))
 
 
-def number(operation: str, name: str, value: Any, below: float = math.inf, kind: type[Fp8kitError] = Fp8kitError,
+def number(operation: str, name: str, value: Any, below: float = math.inf, kind: type[Fp8kitError] = ArgumentError,
            least: float = 0.0, above: float | None = None) -> float:
     """A finite number in [least, below), or in (above, below)."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
@@ -47,7 +47,7 @@ def number(operation: str, name: str, value: Any, below: float = math.inf, kind:
     raise kind(expected(operation, name, shown(value), f"a finite number{lower}{upper}"))
 
 
-def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: type[Fp8kitError] = Fp8kitError) -> str:
+def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: type[Fp8kitError] = ArgumentError) -> str:
     """One of some words."""
     words = tuple(options)
     if not isinstance(value, str) or value not in words:
@@ -55,7 +55,7 @@ def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: 
     return value
 
 
-def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Fp8kitError) -> Callable[..., Any]:
+def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = ArgumentError) -> Callable[..., Any]:
     """Something to call."""
     if not callable(value):
         raise kind(expected(operation, name, shown(value), "a function"))

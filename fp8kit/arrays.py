@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8kit import dlpack, formats
 from fp8kit.arguments import shown, sizes
-from fp8kit.errors import BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
 from fp8kit.formats import DType
 
 Shape = tuple[int, ...]
@@ -38,15 +38,26 @@ class Device(NamedTuple):
 CPU = Device("cpu", 0)
 
 
-def device(value: object) -> Device:
-    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1". BackendError for anything else."""
+def device(value: object, operation: str = "device", argument: str = "value") -> Device:
+    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1". BackendError for anything else, about ``argument`` of
+    ``operation``."""
     if isinstance(value, Device):
         return value
     if isinstance(value, str):
         kind, _, at = value.partition(":")
         if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)):
             return Device(kind, int(at or 0))
-    raise BackendError(expected("device", "value", repr(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
+    raise BackendError(expected(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
+
+
+def usable(value: object, operation: str = "device", argument: str = "value") -> Device:
+    """``device(value)``, where it can be used now. BackendError, about ``argument`` of ``operation``, for one that is not here."""
+    where = device(value, operation, argument)
+    count = provider(where).count()
+    if where.index >= count:
+        wanted = f"cpu, or a device that is here: {count} of {where.kind} are (`fp8kit info` lists what is missing)"
+        raise BackendError(expected(operation, argument, str(where), wanted))
+    return where
 
 
 class ArrayView:
@@ -420,14 +431,22 @@ def contiguous(view: ArrayView) -> ArrayView:
     return as_view(native.copy(order="C")).view(view.dtype)
 
 
-def as_view(array: Any) -> ArrayView:
+def as_view(array: Any, operation: str = "as_view", argument: str = "array") -> ArrayView:
     """Any array as a view of its own memory, with no copy.
 
     Takes an ArrayView, whatever has ``__fp8kit_view__``, NumPy (ml_dtypes included), ``__cuda_array_interface__``, or
-    ``__dlpack__`` on a known device. FormatError for anything else, and for a dtype that fp8kit does not have.
+    ``__dlpack__`` on a known device. FormatError for anything else, and for a dtype that fp8kit does not have, about ``argument`` of
+    ``operation``.
     """
     if isinstance(array, ArrayView):
         return array
+    try:
+        return _view_of(array)
+    except (FormatError, BackendError) as error:
+        raise renamed(error, operation, argument) from None
+
+
+def _view_of(array: Any) -> ArrayView:
     own = getattr(array, "__fp8kit_view__", None)
     if own is not None:
         return own()  # type: ignore[no-any-return]
@@ -445,7 +464,14 @@ def as_view(array: Any) -> ArrayView:
         return dlpack.import_(array)
     if hasattr(type(array), "__cuda_array_interface__"):
         return _from_cuda_interface(array)
-    raise FormatError(expected("as_view", "array", type(array).__name__, "NumPy, CuPy, __dlpack__ or __cuda_array_interface__"))
+    raise FormatError(expected("as_view", "array", _kind(array), "an array: NumPy, CuPy, or with __dlpack__ or __cuda_array_interface__"))
+
+
+def _kind(value: Any) -> str:
+    """What is no array, as errors call it."""
+    if value is None:
+        return "None"
+    return type(value).__name__ + (f" {shown(value)}" if isinstance(value, str | int | float) else "")
 
 
 class _Fixed:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from fp8kit import arrays, formats
 from fp8kit.arrays import Device, Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, BackendError, ShapeError, expected
 from fp8kit.formats import DType
 from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.spec import Meta
 
 Row = tuple[str, str, str]  # what it is about, who or whether, why
-_OP = "--attention"
+_OP = "fp8kit info --attention"
 
 
 class Key(NamedTuple):
@@ -42,7 +42,7 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def _size(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
+    if not value.isdecimal() or len(value) > 10 or not 0 < int(value) < 2**31:
         raise ValueError(value)
     return int(value)
 
@@ -65,7 +65,7 @@ def _names(allowed: tuple[str, ...]) -> str:
     return f"one of {', '.join(allowed)}"
 
 
-_SIZE = "a positive number"
+_SIZE = "a positive number below 2^31"
 _KINDS = tuple(kind.name for kind in formats.HIGH_PRECISION)
 _BIAS = {"none": "no_bias"} | {name: name for name in BIASES}
 _CORNER = {"default": None, "true": True, "false": False}
@@ -88,6 +88,8 @@ KEYS: dict[str, Key] = {
     "dropout": Key("0", _dropout, "a probability in [0, 1)"),
     "layout": Key("sbhd", _one_of(*FORMATS), _names(FORMATS)),
 }
+_FIELDS = {"num_gqa_groups": "groups", "num_heads": "heads", "qkv_format": "layout", "window_size": "window",
+           "bottom_right_diagonal": "bottom_right", "softmax_type": "softmax"}  # of the spec -> its key
 _SAME = {"groups": "heads", "head_dim_v": "head_dim", "sequence_kv": "sequence"}
 
 
@@ -105,17 +107,17 @@ class Question:
 
 
 def question(text: str = "") -> Question:
-    """Read a question. Fp8kitError for a word that is no ``key=value``, an unknown or repeated key, or a value that is none; ShapeError for
-    values that do not fit together, as the operation refuses them."""
+    """Read a question. ArgumentError for a word that is no ``key=value``, an unknown or repeated key, or a value that is none; ShapeError
+    for values that do not fit together, as the operation refuses them."""
     given: dict[str, str] = {}
     for word in text.split():
         name, equals, value = word.partition("=")
         if not equals:
-            raise Fp8kitError(expected(_OP, "argument", repr(word), "key=value"))
+            raise ArgumentError(expected(_OP, repr(word), "no =", "key=value, such as heads=32"))
         if name not in KEYS:
-            raise Fp8kitError(expected(_OP, "key", repr(name), _names(tuple(KEYS))))
+            raise ArgumentError(expected(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS))))
         if name in given:
-            raise Fp8kitError(expected(_OP, name, "two values", "one"))
+            raise ArgumentError(expected(_OP, name, "two values", "one"))
         given[name] = value
     said = {name: given.get(name, key.default) for name, key in KEYS.items()}
     said |= {name: said[other] for name, other in _SAME.items() if name not in given}
@@ -124,7 +126,7 @@ def question(text: str = "") -> Question:
         try:
             found[name] = KEYS[name].read(value)
         except (ValueError, KeyError):
-            raise Fp8kitError(expected(_OP, name, repr(value), KEYS[name].wanted)) from None
+            raise ArgumentError(expected(_OP, name, repr(value), KEYS[name].wanted)) from None
     return _checked(found, " ".join(f"{name}={value}" for name, value in said.items()))
 
 
@@ -154,9 +156,20 @@ def _checked(of: dict[str, Any], words: str) -> Question:
         "rng": (spec.dropout > 0, (2,), formats.int64),
     }  # fmt: skip
     metas |= {name: Meta(size, dtype) for name, (wanted, size, dtype) in beside.items() if wanted}
-    attention.infer(spec, metas, frozenset())
+    try:
+        attention.infer(spec, metas, frozenset())
+    except ShapeError as error:
+        raise _said(error) from None
     dense = parts("bshd" if spec.packed else spec.qkv_format)
     return Question(spec, kind, dense["q"], dense["k"], dense["v"], words)
+
+
+def _said(error: ShapeError) -> ShapeError:
+    """The operation's refusal in the question's own words."""
+    text = str(error).removeprefix("attention: ")
+    for field, key in _FIELDS.items():
+        text = text.replace(field, key)
+    return ShapeError(f"{_OP}: {text}")
 
 
 def sections(about: Question) -> Iterator[tuple[str, list[Row]]]:

@@ -15,6 +15,10 @@ class ShapeError(Fp8kitError, ValueError):
     """A shape, stride or size does not fit the operation."""
 
 
+class ArgumentError(Fp8kitError, ValueError):
+    """A plain argument (a number, a word, a flag, an array's values) is none that the operation takes."""
+
+
 class FormatError(Fp8kitError, ValueError):
     """A dtype, FP8 format, scaling or rounding mode does not fit the operation."""
 
@@ -42,3 +46,9 @@ class NonFiniteError(Fp8kitError, ArithmeticError):
 def expected(operation: str, argument: str, got: object, wanted: str) -> str:
     """The one sentence of a refusal: ``linear: x: got shape (3, 5), expected (tokens, 4)``."""
     return f"{operation}: {argument}: got {got}, expected {wanted}"
+
+
+def renamed(error: Fp8kitError, operation: str, argument: str) -> Fp8kitError:
+    """The same refusal, of ``expected``'s form, as the one of ``operation``'s ``argument``: what a caller sees of a check further down."""
+    *_, rest = str(error).split(": ", 2)
+    return type(error)(f"{operation}: {argument}: {rest if rest.startswith('got ') else error}")

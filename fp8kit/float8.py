@@ -30,6 +30,7 @@ _TILES: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "mx_1x32": lambda rows, columns: (1, 32),
 }
 _FLOAT32_MAX = formats.float32.max
+_BOTH = "a Float8Tensor on both sides: quantize the other one first, or multiply with what dequantize() gives"
 
 
 def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "tensor", rounding: str = "nearest",
@@ -38,16 +39,17 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
 
     * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are the rows. A float64 array
       is first rounded to float32.
-    * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid of blocks. None: current
+    * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid of blocks; positive and
+      finite, and so must 1 / scale be in float32 (from 2^-128 on; of an array on a GPU nobody looks at the values). None: current
       scaling, ``format.max / amax`` (1 where amax is 0, Inf or NaN), rounded down to a power of two for the blocks and mx, whose scales
       are thus E8M0 values.
     * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32" (rows x columns of a tile; tiles at the edges are smaller).
-    * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of Philox4x32-10.
+    * ``rounding``: "nearest" (ties to even), or "stochastic" with ``rng``, int64 (seed, offset) of Philox4x32-10, neither negative.
     * ``saturate``: beyond the largest finite value, and Inf, become it; else Inf, or NaN where the format has no Inf. NaN stays NaN.
 
-    Raises FormatError for a dtype, scaling, rounding or format that does not fit, ShapeError for a scale of another shape.
+    Raises FormatError for a dtype, scaling, rounding, scale or format that does not fit, ShapeError for a scale of another shape.
     """
-    view = arrays.as_view(x)
+    view = arrays.as_view(x, "quantize", "x")
     if not view.dtype.floating:
         raise FormatError(expected("quantize", "x", view.dtype.name, "float32, bfloat16, float16 or float64"))
     if not isinstance(format, Format):
@@ -94,7 +96,7 @@ class Float8Tensor:
     __slots__ = ("_codes", "_data", "_flipped", "_scale_inv", "format", "scale_inv", "scaling")
 
     def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
-        codes = arrays.as_view(data)
+        codes = arrays.as_view(data, "Float8Tensor", "data")
         if not isinstance(format, Format):
             raise FormatError(expected("Float8Tensor", "format", shown(format), "a fp8kit Format such as E4M3"))
         if codes.dtype is not formats.uint8 and codes.dtype.format != format:
@@ -107,8 +109,8 @@ class Float8Tensor:
         self._flipped = False
         self.format = format
         self.scaling = scaling
-        grid = _tiling(scaling, self._codes.rows().shape)[1]
-        self._scale_inv = inverse = arrays.as_view(scale_inv)
+        grid = _tiling(scaling, self._codes.rows().shape, "Float8Tensor")[1]
+        self._scale_inv = inverse = arrays.as_view(scale_inv, "Float8Tensor", "scale_inv")
         self.scale_inv = scale_inv
         if inverse.dtype is not formats.float32:
             raise FormatError(expected("Float8Tensor", "scale_inv", inverse.dtype.name, "float32"))
@@ -152,7 +154,7 @@ class Float8Tensor:
 
     def dequantize(self, dtype: Any = formats.float32) -> Any:
         """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16), in the data's library."""
-        kind = formats.dtype(dtype)
+        kind = formats.dtype(dtype, "dequantize", "dtype")
         if kind not in formats.HIGH_PRECISION:
             raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
         out = self._wide(kind)
@@ -172,13 +174,14 @@ class Float8Tensor:
         tensor, or along K; ShapeError where the inner sizes differ.
         """
         if not isinstance(other, Float8Tensor):
-            raise FormatError(expected("matmul", "other", shown(other), "a Float8Tensor"))
+            raise FormatError(expected("matmul", "other", shown(other), _BOTH))
         fast_accumulate = flag("matmul", "fast_accumulate", fast_accumulate, FormatError)
         if other.ndim != 2 or self.ndim < 1 or self.shape[-1] != other.shape[0]:
             raise ShapeError(expected("matmul", "shapes", f"{self.shape} @ {other.shape}", "(..., K) @ (K, N)"))
         pair = (self.format, other.format)
         if any(f not in (E4M3, E5M2) for f in pair) or pair == (E5M2, E5M2):
-            raise FormatError(expected("matmul", "formats", f"{self.format} @ {other.format}", "E4M3 and E5M2, not both E5M2"))
+            wanted = "E4M3 or E5M2 on each side, at most one E5M2"
+            raise FormatError(expected("matmul", "formats", f"{self.format} @ {other.format}", wanted))
         blocks = any(t.scaling not in ("tensor", "row") for t in (self, other))
         if self.scaling != other.scaling and not blocks:
             raise FormatError(expected("matmul", "scaling", f"{self.scaling!r} @ {other.scaling!r}", "the same for both, or blocks"))
@@ -187,7 +190,8 @@ class Float8Tensor:
         if self.device != other.device:
             raise FormatError(expected("matmul", "other", other.device, f"an array on {self.device}"))
         where = self.device
-        kind = formats.dtype(dtype) if dtype is not None else formats.float32 if where.kind == "cpu" else formats.bfloat16
+        default = formats.float32 if where.kind == "cpu" else formats.bfloat16
+        kind = default if dtype is None else formats.dtype(dtype, "matmul", "dtype")
         if kind not in formats.HIGH_PRECISION:
             raise FormatError(expected("matmul", "dtype", kind.name, "float32, bfloat16 or float16"))
         kernels, stream = dispatch.kernels(where), arrays.current_stream(where)
@@ -210,7 +214,14 @@ class Float8Tensor:
         return arrays.to_library(out, self._data)
 
     def __matmul__(self, other: object) -> Any:
-        return self.matmul(other) if isinstance(other, Float8Tensor) else NotImplemented
+        if isinstance(other, Float8Tensor) or hasattr(other, "shape"):
+            return self.matmul(other)  # type: ignore[arg-type]
+        return NotImplemented
+
+    def __rmatmul__(self, other: object) -> Any:
+        if hasattr(other, "shape"):
+            raise FormatError(expected("matmul", "self", shown(other), _BOTH))
+        return NotImplemented
 
     def reshape(self, *shape: int) -> Float8Tensor:
         """The same codes under another shape (one -1 is worked out). Only tensor scaling may change the last dimension.
@@ -300,9 +311,9 @@ def _copied(view: ArrayView) -> ArrayView:
     return own
 
 
-def _tiling(scaling: str, shape: Shape) -> tuple[tuple[int, int], Shape]:
+def _tiling(scaling: str, shape: Shape, operation: str = "quantize") -> tuple[tuple[int, int], Shape]:
     """Tile size, and the shape of one value a tile."""
-    choice("quantize", "scaling", scaling, _TILES, FormatError)
+    choice(operation, "scaling", scaling, _TILES, FormatError)
     tile = _TILES[scaling](*shape)
     grid = tuple(max(1, -(-n // t)) for n, t in zip(shape, tile, strict=True))
     return tile, (1,) if scaling == "tensor" else grid
@@ -311,33 +322,49 @@ def _tiling(scaling: str, shape: Shape) -> tuple[tuple[int, int], Shape]:
 def _rng(rounding: str, rng: Any, where: arrays.Device) -> ArrayView | None:
     choice("quantize", "rounding", rounding, ("nearest", "stochastic"), FormatError)
     if (rng is None) != (rounding == "nearest"):
-        raise FormatError(expected("quantize", "rng", rng, 'int64 (seed, offset) with "stochastic", None with "nearest"'))
+        raise FormatError(expected("quantize", "rng", shown(rng), 'int64 (seed, offset) with "stochastic", None with "nearest"'))
     if rng is None:
         return None
     if isinstance(rng, tuple | list):
-        rng = np.array([integer("quantize", "rng", value, -(2**63), 2**63 - 1, FormatError) for value in rng], np.int64)
-    state = arrays.as_view(rng)
+        rng = np.array([integer("quantize", "rng", value, 0, 2**63 - 1, FormatError) for value in rng], np.int64)
+    state = arrays.as_view(rng, "quantize", "rng")
     if state.dtype is not formats.int64 or state.size != 2:
         raise FormatError(expected("quantize", "rng", f"{state.dtype.name} {state.shape}", "int64 (seed, offset)"))
+    if state.device.kind == "cpu" and (state.numpy() < 0).any():
+        raise FormatError(expected("quantize", "rng", state.numpy().tolist(), "no negative seed or offset"))
     return arrays.to(arrays.contiguous(state), where)
 
 
 def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
-    plain = isinstance(scale, int | float | np.generic | list | tuple)
-    try:
-        with np.errstate(over="ignore"):
-            view = arrays.as_view(np.asarray(scale, np.float32) if plain else scale)
-    except (TypeError, ValueError, OverflowError):
-        raise FormatError(expected("quantize", "scale", shown(scale), "numbers, or an array of float32")) from None
-    if plain and not (np.isfinite(view.numpy()) & (view.numpy() > 0)).all():
-        raise FormatError(expected("quantize", "scale", shown(scale), "finite positive numbers"))
+    if isinstance(scale, int | float | np.generic | list | tuple):
+        view = arrays.as_view(_numbers(scale))
+    else:
+        view = arrays.as_view(scale, "quantize", "scale")
     # one a row may also come with the rows' own leading dimensions; blocks must come as their grid
     fits = view.size == math.prod(grid) and (view.shape == grid or 1 in grid[-1:])
     if view.dtype is not formats.float32:
         raise FormatError(expected("quantize", "scale", view.dtype.name, "float32"))
     if not fits:
         raise ShapeError(expected("quantize", "scale", f"shape {view.shape}", f"shape {grid}"))
+    if view.device.kind == "cpu":
+        with np.errstate(all="ignore"):
+            fit = np.isfinite(view.numpy()) & (view.numpy() > 0) & np.isfinite(1 / view.numpy())
+        if not fit.all():
+            wanted = "finite positive float32 numbers whose inverse is finite too (from 2^-128 = 2.94e-39 on)"
+            raise FormatError(expected("quantize", "scale", shown(scale), wanted))
     return arrays.to(arrays.contiguous(view), where).reshape(*grid)
+
+
+def _numbers(scale: Any) -> np.ndarray[Any, Any]:
+    """Numbers of Python or NumPy as float32; FormatError for others, a bool among them."""
+    try:
+        given = np.asarray(scale)
+        if given.dtype.kind in "iuf" and not isinstance(scale, bool):
+            with np.errstate(all="ignore"):
+                return given.astype(np.float32)
+    except (TypeError, ValueError, OverflowError):  # nested unevenly
+        pass
+    raise FormatError(expected("quantize", "scale", shown(scale), "numbers, or an array of float32"))
 
 
 def _narrowed(rows: ArrayView) -> ArrayView:

@@ -187,8 +187,9 @@ _BY_DLPACK = {d.dlpack: d for d in DTYPES.values()}
 HIGH_PRECISION = (float32, bfloat16, float16)
 
 
-def dtype(value: object) -> DType:
-    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's dtypes. FormatError otherwise."""
+def dtype(value: object, operation: str = "dtype", argument: str = "value") -> DType:
+    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's dtypes. FormatError otherwise,
+    about ``argument`` of ``operation``."""
     if isinstance(value, DType):
         return value
     name = value if isinstance(value, str) else str(value).removeprefix("torch.")
@@ -197,7 +198,7 @@ def dtype(value: object) -> DType:
     try:
         return _BY_NUMPY[np.dtype(value)]  # type: ignore[call-overload]
     except (TypeError, KeyError, ValueError, SyntaxError):
-        raise FormatError(expected("dtype", "value", shown(value), f"one of {', '.join(DTYPES)}")) from None
+        raise FormatError(expected(operation, argument, shown(value), f"one of {', '.join(DTYPES)}")) from None
 
 
 def dtype_from_dlpack(code: int, bits: int) -> DType:

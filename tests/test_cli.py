@@ -86,24 +86,25 @@ def test_info_reads_words_together_or_apart(capsys):
 
 
 REFUSED = {
-    "heads": "argument: got 'heads', expected key=value",
-    "head=8": "key: got 'head', expected one of heads, groups, head_dim,",
+    "heads": "'heads': got no =, expected key=value",
+    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim,",
     "heads=8 heads=4": "heads: got two values, expected one",
     "heads=many": "heads: got 'many', expected a positive number",
-    "groups=0": "groups: got '0', expected a positive number, a divisor of heads",
-    "groups=5": "num_gqa_groups: got 5, expected a divisor of 32 heads",
+    "groups=0": "groups: got '0', expected a positive number below 2^31, a divisor of heads",
+    "sequence=99999999999": "sequence: got '99999999999', expected a positive number below 2^31",
+    "groups=5": "groups: got 5, expected a divisor of 32 heads",
     "dtype=float64": "dtype: got 'float64', expected one of float32, bfloat16, float16",
     "mask=square": "mask: got 'square', expected one of no_mask, causal,",
     "window=3": "window: got '3', expected left,right",
     "window=3,-2": "window: got '3,-2', expected left,right",
-    "window=3,4": "window_size: got (3, 4), expected right -1 or 0: mask 'causal' sees nothing right of the diagonal",
+    "window=3,4": "window: got (3, 4), expected right -1 or 0: mask 'causal' sees nothing right of the diagonal",
     "bottom_right=maybe": "bottom_right: got 'maybe', expected one of default, true, false",
-    "bottom_right=true": "bottom_right_diagonal: got True, expected None or False with mask 'causal'",
+    "bottom_right=true": "bottom_right: got True, expected None or False with mask 'causal'",
     "bias=some": "bias: got 'some', expected one of none, no_bias,",
     "softmax=hard": "softmax: got 'hard', expected one of vanilla, off-by-one, learnable",
     "dropout=1": "dropout: got '1', expected a probability in [0, 1)",
     "layout=hsbd": "layout: got 'hsbd', expected one of sbhd, bshd, thd",
-    "layout=thd": "mask: got 'causal', expected one of the padding masks, with qkv_format 'thd'",
+    "layout=thd": "mask: got 'causal', expected one of the padding masks, with layout 'thd'",
 }
 
 
@@ -111,7 +112,7 @@ REFUSED = {
 def test_info_refuses_what_it_cannot_read(asked, capsys):
     assert cli.main(["info", "--attention", asked]) == 1
     said = capsys.readouterr()
-    assert REFUSED[asked] in said.err
+    assert f": fp8kit info --attention: {REFUSED[asked]}" in said.err
     assert said.err.count("\n") == 1
     assert not said.out
 

@@ -18,8 +18,8 @@ def parallel_cross_entropy(
     """The loss of each token, float32 of ``target``'s shape, or with ``reduce_loss`` their mean over what is not ignored, float32 ().
 
     * ``inp``: logits, float32, bfloat16 or float16, (..., classes), any order of batch and sequence. ``_input``: its deprecated name.
-    * ``target``: int32 or int64, ``inp``'s shape without the last dimension; ``ignore_idx`` where there is no loss. One out of range
-      gives NaN.
+    * ``target``: int32 or int64, ``inp``'s shape without the last dimension; ``ignore_idx`` where there is no loss. One out of range is an
+      ArgumentError on the CPU; on a GPU, where nobody looks, its loss is NaN.
     * ``label_smoothing``: s in [0, 1): loss = logsumexp - (1 - s) * logit of the target - s * mean of the logits.
     * ``dist_process_group``: None or a group of one process; logits split over several are not supported.
     * ``is_cg_capturable``: nothing here waits for the device, so it has nothing to change.

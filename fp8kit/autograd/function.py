@@ -76,7 +76,7 @@ class Function:
     @staticmethod
     def _result(out: Any, inputs: tuple[Any, ...], handed: list[Any]) -> Tensor:
         """A Tensor over an output; one that is an input's array shares its count of changes."""
-        result = Tensor(arrays.as_view(out))
+        result = Tensor(arrays.as_view(out, "Function.apply", "what forward returned"))
         source = next((x for x, h in zip(inputs, handed, strict=True) if isinstance(x, Tensor) and h is out), None)
         return result if source is None else source._sharing(result)
 
@@ -100,7 +100,7 @@ class Function:
                 if edge is None or grad is None:
                     out.append(None)
                     continue
-                view = arrays.contiguous(arrays.as_view(grad))
+                view = arrays.contiguous(arrays.as_view(grad, f"{cls.__name__}.backward", f"gradient {i}"))
                 if (view.shape, view.dtype, view.device) != (x.shape, x.dtype, x.device):
                     got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, x))
                     raise ShapeError(expected(f"{cls.__name__}.backward", f"gradient {i}", got, wanted))

@@ -55,7 +55,7 @@ class Tensor:
 
     def __init__(self, view: ArrayView, requires_grad: bool = False) -> None:
         if type(view) is not ArrayView:
-            view = arrays.as_view(view)
+            view = arrays.as_view(view, "Tensor", "view")
         if requires_grad is not False:
             requires_grad = flag("tensor", "requires_grad", requires_grad)
         if requires_grad and not view.dtype.floating:
@@ -130,7 +130,7 @@ class Tensor:
         """
         if not self.view.writable:
             raise FormatError(expected("copy_", "tensor", "read-only memory", "memory that may be written"))
-        view = source.view if isinstance(source, Tensor) else arrays.as_view(source)
+        view = source.view if isinstance(source, Tensor) else arrays.as_view(source, "copy_", "source")
         if tape.is_grad_enabled() and (self.requires_grad or (isinstance(source, Tensor) and source.requires_grad)):
             raise AutogradError("copy_: a change in place is not recorded, and a gradient is required here; use no_grad()")
         if view.shape != self.shape:
@@ -150,7 +150,7 @@ class Tensor:
     def add_(self, other: Any) -> Tensor:
         """``copy_(self + other)``; the same shape and dtype. Errors as ``copy_``."""
         with tape.no_grad():
-            total = self.detach() + (other.detach() if isinstance(other, Tensor) else arrays.as_view(other))
+            total = self.detach() + (other.detach() if isinstance(other, Tensor) else arrays.as_view(other, "add_", "other"))
         return self.copy_(total if not (isinstance(other, Tensor) and other.requires_grad) else Tensor(total.view, True))
 
     def zero_(self) -> Tensor:
@@ -174,7 +174,7 @@ class Tensor:
             answer = hook(gradient)
             if answer is None:
                 return None
-            view = arrays.contiguous(arrays.as_view(answer))
+            view = arrays.contiguous(arrays.as_view(answer, "register_hook", "the hook's answer"))
             if (view.shape, view.dtype, view.device) != (gradient.shape, gradient.dtype, gradient.device):
                 got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (view, gradient))
                 raise ShapeError(expected("register_hook", "the hook's answer", got, wanted))
@@ -220,7 +220,7 @@ class Tensor:
                     expected("backward", "gradient", "nothing", f"an array of shape {self.shape}: the tensor has several elements")
                 )
             gradient = np.ones(self.shape, self.dtype.numpy)
-        view = arrays.as_view(gradient)
+        view = arrays.as_view(gradient, "backward", "gradient")
         if view.shape != self.shape:
             raise ShapeError(expected("backward", "gradient", f"shape {view.shape}", f"shape {self.shape}"))
         if view.dtype is not self.dtype:
@@ -239,12 +239,12 @@ class Tensor:
 
         if isinstance(other, int | float | complex):
             return NotImplemented
-        return apply(add, _ADD, {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other)})["y"]
+        return apply(add, _ADD, {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other, "add", "other")})["y"]
 
     __array_priority__ = 1000  # array + tensor is the tensor's to answer: NumPy would convert it, and leave the tape
 
     def __radd__(self, other: Any) -> Tensor:
-        return NotImplemented if isinstance(other, int | float | complex) else Tensor(arrays.as_view(other)) + self
+        return NotImplemented if isinstance(other, int | float | complex) else Tensor(arrays.as_view(other, "add", "other")) + self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A tensor of its own memory, without the gradient. AutogradError for one that was computed on the tape."""
@@ -357,28 +357,31 @@ def record(name: str, inputs: list[Tensor], output: ArrayView, backward: Any) ->
 def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: Any = None) -> Tensor:
     """A Tensor over ``array``'s own memory (anything that ``arrays.as_view`` takes, or nested Python numbers).
 
-    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no array.
+    A given ``dtype`` or ``device`` other than the array's own makes a copy. Raises FormatError for what is no array, BackendError for a
+    device that is not here.
     """
     source = array if isinstance(array, Tensor) else None
     if source is not None:
         array = source.view
     if isinstance(array, int | float | list | tuple):
         try:
-            array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype).numpy)
+            array = np.asarray(array, dtype=None if dtype is None else formats.dtype(dtype, "tensor", "dtype").numpy)
         except (TypeError, ValueError, OverflowError) as error:
             raise FormatError(expected("tensor", "array", shown(array), f"nested numbers of one length ({error})")) from None
         if dtype is None and array.dtype == np.float64:
             array = array.astype(np.float32)
         if device is None:
             device = dispatch.default_device()
-    view = arrays.as_view(array)
-    if dtype is not None and formats.dtype(dtype) is not view.dtype:
-        view = _convertible(view, formats.dtype(dtype))
-        out = arrays.empty(view.shape, formats.dtype(dtype), view.device)
+    view = arrays.as_view(array, "tensor", "array")
+    kind = view.dtype if dtype is None else formats.dtype(dtype, "tensor", "dtype")
+    where = None if device is None else arrays.usable(device, "tensor", "device")
+    if kind is not view.dtype:
+        view = _convertible(view, kind)
+        out = arrays.empty(view.shape, kind, view.device)
         dispatch.kernels(view.device).copy(view, out, arrays.current_stream(view.device))
         view = out
-    if device is not None:
-        view = arrays.to(view, arrays.device(device))
+    if where is not None:
+        view = arrays.to(view, where)
     made = Tensor(view, requires_grad)
     return made if source is None or view is not source.view else source._sharing(made)
 

@@ -7,15 +7,15 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from fp8kit import arrays
-from fp8kit.arguments import choice, flag, shown
+from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.linear import Linear
-from fp8kit.nn.module import Module, as_tensor, hints, positive
+from fp8kit.nn.module import Module, as_tensor, as_tokens, hints, positive
 from fp8kit.nn.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit.nn.norm_linear import LayerNormLinear
 from fp8kit.nn.random import Init
@@ -72,8 +72,11 @@ class MultiheadAttention(Module):
         later(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         hints(op, seq_length=seq_length, micro_batch_size=micro_batch_size, kv_channels=kv_channels)
+        if layer_number is not None:
+            integer(op, "layer_number", layer_number)
         if kv_channels is None and hidden_size % num_attention_heads:
-            raise Fp8kitError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels given"))
+            wanted = f"a multiple of {num_attention_heads} heads, or kv_channels given"
+            raise ArgumentError(expected(op, "hidden_size", hidden_size, wanted))
         hidden_size, num_attention_heads = int(hidden_size), int(num_attention_heads)
         channels = hidden_size // num_attention_heads if kv_channels is None else int(kv_channels)
         core = DotProductAttention(
@@ -89,7 +92,7 @@ class MultiheadAttention(Module):
         self.attention_type, self.layer_number, self.name = attention_type, core.layer_number, name
         fused, repeated = flag(op, "fuse_qkv_params", fuse_qkv_params), flag(op, "qkv_weight_interleaved", qkv_weight_interleaved)
         if self.return_layernorm_output and not self.input_layernorm:
-            raise Fp8kitError(expected(op, "return_layernorm_output", True, "input_layernorm=True beside it"))
+            raise ArgumentError(expected(op, "return_layernorm_output", True, "input_layernorm=True beside it"))
         self.q_norm, self.k_norm = _qk_norms(op, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         self._interleaved = fused and repeated  # weights kept apart are always joined as q, k, v
         # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want rows of one head.
@@ -134,10 +137,12 @@ class MultiheadAttention(Module):
         """
         op = "MultiheadAttention"
         known_options(op, options)
-        x = as_tensor(op, "hidden_states", hidden_states)
+        dtype = self.proj.weight_inputs()["weight0"].dtype
+        x = as_tokens(op, "hidden_states", hidden_states, self.core_attention.qkv_format, self.proj.out_features, dtype)
         bias = "add" if self.proj.use_bias and not self.return_bias else "none"
         options |= {"attention_mask": attention_mask, "attn_mask_type": attn_mask_type, "window_size": window_size,
                     "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
+        self.check(op, x, encoder_output, options)
         out = self.branch(x, is_first_microbatch, bias, options, encoder_output, rotary_pos_emb, checkpoint_core_attention,
                           return_norm=self.return_layernorm_output)
         parts: list[Any] = [out["y"]]
@@ -146,6 +151,21 @@ class MultiheadAttention(Module):
         if self.return_layernorm_output:
             parts.append(out["normed"])
         return tuple(parts) if len(parts) > 1 else parts[0]
+
+    def check(self, operation: str, x: Tensor, encoder_output: Any, options: Mapping[str, Any]) -> None:
+        """Refuse what does not fit before anything runs: ``encoder_output``, and the core attention's ``options``. Fp8kitError kinds."""
+        cross, core = self.attention_type == "cross", self.core_attention
+        if (encoder_output is not None) != cross:
+            got, wanted = ("None", "an array") if cross else ("an array", "None")
+            raise ArgumentError(expected(operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
+        keys = x
+        if self.key_value is not None:
+            keys = as_tokens(operation, "encoder_output", encoder_output, core.qkv_format, self.key_value.in_features, x.dtype)
+            at = core.qkv_format.find("b")
+            if at >= 0 and keys.shape[at] != x.shape[at]:
+                wanted = f"a batch of {x.shape[at]}, as hidden_states"
+                raise ShapeError(expected(operation, "encoder_output", f"shape {keys.shape}", wanted))
+        core.check_options(operation, options, x.shape[:-1], keys.shape[:-1])
 
     @property
     def proj_bias(self) -> Any:
@@ -158,9 +178,6 @@ class MultiheadAttention(Module):
         """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``); ``bias``: proj's; ``options``: the
         core attention's."""
         op, cross, first = "MultiheadAttention", self.attention_type == "cross", getattr(self, self._first)
-        if (encoder_output is not None) != cross:
-            got, wanted = ("None", "an array") if cross else ("an array", "None")
-            raise Fp8kitError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
         source = as_tensor(op, "encoder_output", encoder_output) if cross else None
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:
@@ -207,12 +224,12 @@ class MultiheadAttention(Module):
         op, core = "MultiheadAttention", self.core_attention
         pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple | list) else (rotary_pos_emb, rotary_pos_emb)
         if len(pair) != 2:
-            raise Fp8kitError(expected(op, "rotary_pos_emb", f"{len(pair)} arrays", "one, or a pair for queries and keys"))
+            raise ArgumentError(expected(op, "rotary_pos_emb", f"{len(pair)} arrays", "one, or a pair for queries and keys"))
         heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         turn = {"q": (heads, dim, "freqs"), "k": (groups, dim, "freqs" if pair[0] is pair[1] else "k_freqs"), "v": (groups, dim, "")}
         found, inference_params = dict(layers), options.get("inference_params")
         if inference_params is not None and not isinstance(inference_params, InferenceParams):
-            raise Fp8kitError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
+            raise ArgumentError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
         for name, layer in layers.items():
             parts = _PARTS[name]
             if parts == "v":

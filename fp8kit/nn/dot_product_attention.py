@@ -10,10 +10,10 @@ import numpy as np
 
 from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer, number, shown
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import Tensor, apply
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.formats import float32
 from fp8kit.nn import random
 from fp8kit.nn.inference import InferenceParams
@@ -24,9 +24,11 @@ from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_cache import cached_attention
 from fp8kit.ops.kv_steps import cached_mask
+from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
 
 _ALIASES = ("padding,causal", "causal,padding")
+_SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 @lru_cache(maxsize=1024)
@@ -78,12 +80,12 @@ class DotProductAttention(Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         pair = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         if len(pair) != 2:
-            raise Fp8kitError(expected(op, "kv_channels", shown(kv_channels), "an int, or two: of q and k, and of v"))
+            raise ArgumentError(expected(op, "kv_channels", shown(kv_channels), "an int, or two: of q and k, and of v"))
         channels, channels_v = pair
         positive(op, num_attention_heads=num_attention_heads, kv_channels=channels, num_gqa_groups=groups)
         positive(op, kv_channels=channels_v)
         if num_attention_heads % groups:
-            raise Fp8kitError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
+            raise ArgumentError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
         self.num_attention_heads, self.num_gqa_groups = int(num_attention_heads), int(groups)
         self.kv_channels: int | tuple[int, int] = (int(channels), int(channels_v)) if isinstance(kv_channels, tuple) else int(channels)
         self.attention_dropout = number(op, "attention_dropout", attention_dropout, 1.0)
@@ -112,6 +114,8 @@ class DotProductAttention(Module):
           (``qkv_interleave_dim`` -3), or head after head, each q, k, v (-2; only where g = h).
         * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, for padding masks; with "thd"
           ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` say where the sequences start, if there are gaps (``pad_between_seqs``).
+          They start at 0, never fall and end at most at t; no sequence is longer than s or ``max_seqlen_q``. On the CPU other values are an
+          ArgumentError; on a GPU nobody looks at them: then rows may come out wrong, but nothing out of bounds is read or written.
         * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device, and rounds up to 64.
         * ``attention_mask``: True masks out. With "arbitrary": bool (1 | b, 1 | h, 1 | s_q, s_kv). With a padding mask and no cu_seqlens:
           bool (b, 1, 1, s) of q, or a pair for q and k, padding last; counted on the host.
@@ -137,7 +141,7 @@ class DotProductAttention(Module):
         bias = choice(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         if integer(op, "qkv_interleave_dim", qkv_interleave_dim) not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
-            raise Fp8kitError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
+            raise ArgumentError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
         if qkv_interleave_dim == -2 and layout == "qkv":
             layout = "qkv_interleaved"
         first = next(iter(inputs.values()))
@@ -152,7 +156,7 @@ class DotProductAttention(Module):
             elif mask == "arbitrary":
                 arrays_beside["mask"] = attention_mask
             else:
-                raise Fp8kitError(expected(op, "attention_mask", "an array", f"None with {mask!r}, or a padding mask without cu_seqlens"))
+                raise ArgumentError(expected(op, "attention_mask", "an array", f"None with {mask!r}, or a padding mask without cu_seqlens"))
         for name, value in arrays_beside.items():
             if value is not None:
                 inputs[name] = arrays.to(as_tensor(op, name, value).view, device)
@@ -164,14 +168,14 @@ class DotProductAttention(Module):
             inputs["softmax_offset"] = self.softmax_offset
         gaps = cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None
         if pad_between_seqs is not None and flag(op, "pad_between_seqs", pad_between_seqs) != gaps:
-            raise Fp8kitError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
+            raise ArgumentError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
         channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
         corner = self.bottom_right_diagonal if bottom_right_diagonal is None else _corner(op, bottom_right_diagonal)
         longest: tuple[int, int] = (0, 0)
         operation: Operation = attention
         if inference_params is not None:
             if not isinstance(inference_params, InferenceParams):
-                raise Fp8kitError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
+                raise ArgumentError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
             mask, corner, operation = self._check_cached(mask, bias, inputs), None, cached_attention
             leading = first.shape[: 1 if form == "thd" else 2]
             step, longest = inference_params.inputs(op, self.layer_number, form, leading, self.num_gqa_groups, (channels, channels_v),
@@ -179,10 +183,12 @@ class DotProductAttention(Module):
             inputs |= step
         elif form == "thd":
             longest = _longest(op, "q", max_seqlen_q, inputs), _longest(op, "kv", max_seqlen_kv, inputs)
+        if inference_params is None:  # else the operation looks at what the step says
+            check_values(op, form, inputs, *_leading(inputs), longest)
+        window = self.window_size if window_size is None else _window(op, window_size)
         dropout = self.attention_dropout if self.training else 0.0
         if dropout:
             inputs["rng"] = random.next_rng(device)
-        window = self.window_size if window_size is None else _window(op, window_size)
         spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                      get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
         o = apply(operation, spec, inputs, owner=self)["o"]
@@ -190,17 +196,56 @@ class DotProductAttention(Module):
             inference_params.stepped(self.layer_number)
         return o
 
+    def check_options(self, operation: str, options: Mapping[str, Any], queries: Shape, keys: Shape) -> None:
+        """Refuse options of ``forward`` that are wrong by themselves or do not fit tokens of these leading dimensions: what a layer asks
+        before its projections run. ArgumentError and other Fp8kitError kinds."""
+        mask, given = self.attn_mask_type, {name: value for name, value in options.items() if value is not None}
+        if "attn_mask_type" in given:
+            mask = choice(operation, "attn_mask_type", given["attn_mask_type"], MASKS + _ALIASES)
+        if "core_attention_bias_type" in given:
+            choice(operation, "core_attention_bias_type", given["core_attention_bias_type"], BIASES)
+        if "window_size" in given:
+            _window(operation, given["window_size"])
+        for name in ("bottom_right_diagonal", "fast_zero_fill", "pad_between_seqs"):
+            if name in given:
+                flag(operation, name, given[name])
+        positive(operation, **{name: given[name] for name in ("max_seqlen_q", "max_seqlen_kv") if name in given})
+        if "inference_params" in given and not isinstance(given["inference_params"], InferenceParams):
+            raise ArgumentError(expected(operation, "inference_params", shown(given["inference_params"]), "InferenceParams or None"))
+        if "attention_mask" in given and mask != "arbitrary" and not ("padding" in mask and "cu_seqlens_q" not in given):
+            wanted = f"None with {mask!r}, or a padding mask without cu_seqlens"
+            raise ArgumentError(expected(operation, "attention_mask", "an array", wanted))
+        views = {name: as_tensor(operation, name, given[name]).view for name in _SUMS if name in given}
+        if views:
+            check_values(operation, self.qkv_format, views, queries, keys, (given.get("max_seqlen_q"), given.get("max_seqlen_kv")))
+
     def _check_cached(self, mask: str, bias: str, inputs: Mapping[str, Any]) -> str:
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
         op, why = "DotProductAttention", "with inference_params, whose step says the lengths"
         if self.attention_type == "cross":
-            raise Fp8kitError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
+            raise ArgumentError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
         if bias not in ("no_bias", "alibi"):
-            raise Fp8kitError(expected(op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"))
+            raise ArgumentError(expected(op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"))
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
             if name in inputs:
-                raise Fp8kitError(expected(op, name, "an array", f"None {why}"))
+                raise ArgumentError(expected(op, name, "an array", f"None {why}"))
         return cached_mask(op, mask)
+
+
+def _leading(inputs: Mapping[str, Any]) -> tuple[Shape, Shape]:
+    """Shapes of what holds the queries and of what holds the keys."""
+    q, k = (next(inputs[name].shape for name in names if name in inputs) for names in (("q", "qkv"), ("k", "kv", "qkv")))
+    return q, k
+
+
+def check_values(operation: str, form: str, inputs: Mapping[str, Any], queries: Shape, keys: Shape,
+                 longest: tuple[int | None, int | None]) -> None:
+    """ArgumentError for ``cu_seqlens_*`` on the CPU that do not fit queries and keys of these shapes, s or t among them."""
+    for side, shape, most in zip(("q", "kv"), (queries, keys), longest, strict=True):
+        at = max(form.find("s"), 0)
+        if len(shape) > at:
+            check_sequences(operation, inputs, f"cu_seqlens_{side}", shape[0] if form == "thd" else None,
+                            most or None if form == "thd" else shape[at])
 
 
 def _window(operation: str, window_size: Any) -> tuple[int, int]:
@@ -209,7 +254,7 @@ def _window(operation: str, window_size: Any) -> tuple[int, int]:
         return (-1, -1)
     window = tuple(window_size) if isinstance(window_size, tuple | list) else ()
     if len(window) != 2 or any(isinstance(n, bool) or not isinstance(n, int | np.integer) or n < -1 for n in window):
-        raise Fp8kitError(expected(operation, "window_size", repr(window_size), "(left, right), each -1 (unbounded) or more, or None"))
+        raise ArgumentError(expected(operation, "window_size", repr(window_size), "(left, right), each -1 (unbounded) or more, or None"))
     return int(window[0]), int(window[1])
 
 
@@ -228,16 +273,16 @@ def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any)
     }
     if there not in forms:
         wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
-        raise Fp8kitError(expected(operation, "layers", " and ".join(there) or None, wanted))
+        raise ArgumentError(expected(operation, "layers", " and ".join(there) or None, wanted))
     layout, names = forms[there]
     return layout, {name: as_tensor(operation, argument, given[argument]) for name, argument in zip(names, there, strict=True)}
 
 
 def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:
     """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a sequence."""
-    layers = [next(inputs[name] for name in names if name in inputs) for names in (("q", "qkv"), ("k", "kv", "qkv"))]
-    dim = form.index("s") if "s" in form else -1
-    return None if dim < 0 or min(len(x.shape) for x in layers) <= dim else (layers[0].shape[dim], layers[1].shape[dim])
+    queries, keys = _leading(inputs)
+    dim = form.find("s")
+    return None if dim < 0 or min(len(queries), len(keys)) <= dim else (queries[dim], keys[dim])
 
 
 def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None) -> dict[str, Any]:
@@ -267,5 +312,9 @@ def _longest(operation: str, side: str, given: int | None, inputs: Mapping[str, 
         return int(given)
     lengths = inputs.get(f"cu_seqlens_{side}")
     if lengths is None:
-        raise Fp8kitError(expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"))
-    return max(64, -(-int(np.diff(lengths.numpy()).max(initial=0)) // 64) * 64)
+        raise ArgumentError(expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"))
+    if lengths.ndim != 1 or not lengths.size:
+        return 64  # refused with the shapes
+    sums = lengths.numpy()
+    check_sums(operation, f"cu_seqlens_{side}", sums, None)
+    return max(64, -(-int(np.diff(sums).max(initial=0)) // 64) * 64)

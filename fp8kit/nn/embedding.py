@@ -28,8 +28,8 @@ class Embedding(Module):
         self._spec = EmbeddingSpec(num_embeddings, embedding_dim, dtype)
 
     def forward(self, ids: Any) -> Tensor:
-        """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range gives NaN. Returns (*ids.shape, embedding_dim).
-        FormatError for another dtype."""
+        """``ids``: int32 or int64, any shape, in [0, num_embeddings); one out of range is an ArgumentError on the CPU
+        and gives NaN on a GPU. Returns (*ids.shape, embedding_dim). FormatError for another dtype."""
         return apply(embedding, self._spec, {"ids": as_tensor("Embedding", "ids", ids), "table": self.weight}, owner=self)["y"]
 
 
@@ -68,7 +68,9 @@ def cross_entropy(logits: Any, targets: Any, reduction: str = "mean", label_smoo
     """Softmax cross entropy in nats, in float32.
 
     ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that are not ``ignore_index``, shape
-    (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into every class. Raises ShapeError or FormatError.
+    (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into every class. A target that is neither in [0, V) nor
+    ``ignore_index`` is an ArgumentError on the CPU; on a GPU, where nobody looks, its loss is NaN. Raises ShapeError or FormatError for
+    what does not fit.
     """
     x = as_tensor("cross_entropy", "logits", logits)
     if not x.shape:

@@ -45,7 +45,7 @@ class InferenceParams(Steps):
                  dtype: Any = None, head_dim_v: int | None = None, is_paged: bool = False, total_num_pages: int | None = None,
                  page_size: int | None = None, max_ctx_len: int | None = None, qkv_format: str = "bshd",
                  custom_cache_manager: object = None, *, device: Any = None) -> None:
-        kind, self.device = resolve("InferenceParams", dtype, device)
+        kind, self.device = resolve("InferenceParams", dtype, device, "dtype")
         super().__init__(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, None if dtype is None else kind, head_dim_v,
                          is_paged, total_num_pages, page_size, max_ctx_len, qkv_format, custom_cache_manager)
 

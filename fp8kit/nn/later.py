@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit.arguments import shown
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 
 _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
 _OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
@@ -56,4 +56,4 @@ def not_yet(operation: str, only: Mapping[str, tuple[Any, Any]]) -> None:
     for name, (value, supported) in only.items():
         plain = isinstance(value, bool | int | float | str | np.generic)
         if value is not supported and not (plain and value == supported):
-            raise Fp8kitError(expected(operation, name, shown(value), f"{supported!r}: nothing else is supported yet"))
+            raise ArgumentError(expected(operation, name, shown(value), f"{supported!r}: nothing else is supported yet"))

@@ -8,7 +8,7 @@ from typing import Any
 from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.formats import DType
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
 from fp8kit.nn.later import CONSTRUCTOR, later, not_yet
@@ -27,7 +27,7 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
     if parameters_split is None:
         return {"": out_features}
     if not isinstance(parameters_split, Mapping | tuple | list) or not all(isinstance(name, str) for name in parameters_split):
-        raise Fp8kitError(expected(operation, "parameters_split", shown(parameters_split), "names, or a mapping of names to sizes"))
+        raise ArgumentError(expected(operation, "parameters_split", shown(parameters_split), "names, or a mapping of names to sizes"))
     if isinstance(parameters_split, Mapping):
         sizes = {name: integer(operation, f"parameters_split[{name!r}]", size, 1) for name, size in parameters_split.items()}
     else:
@@ -36,7 +36,7 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
     names_fit = bool(named) and all(name.isidentifier() for name in named) and len(named) == len(parameters_split)
     if not names_fit or sum(named.values()) != out_features or min(named.values()) < 1:
         wanted = f"different names whose sizes sum to {out_features}"
-        raise Fp8kitError(expected(operation, "parameters_split", repr(parameters_split), wanted))
+        raise ArgumentError(expected(operation, "parameters_split", repr(parameters_split), wanted))
     return named
 
 

@@ -13,7 +13,7 @@ from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import CheckpointError, FormatError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
 from fp8kit.nn import finite
 from fp8kit.nn.random import Init
@@ -208,14 +208,14 @@ class ModuleList(Module):
 
     def __init__(self, modules: Any = ()) -> None:
         if not isinstance(modules, Iterable):
-            raise Fp8kitError(expected(type(self).__name__, "modules", shown(modules), "Modules"))
+            raise ArgumentError(expected(type(self).__name__, "modules", shown(modules), "Modules"))
         for module in modules:
             self.append(module)
 
     def append(self, module: Module) -> None:
         """Add a module at the end; Fp8kitError for anything else."""
         if not isinstance(module, Module):
-            raise Fp8kitError(expected(type(self).__name__, "modules", type(module).__name__, "Modules"))
+            raise ArgumentError(expected(type(self).__name__, "modules", type(module).__name__, "Modules"))
         vars(self)[str(len(self))] = module
 
     def __len__(self) -> int:
@@ -246,12 +246,17 @@ class Sequential(ModuleList):
 
 def as_tensor(operation: str, argument: str, value: Any) -> Tensor:
     """A Tensor as it is, any other array wrapped; FormatError that names the argument for anything else."""
-    if isinstance(value, Tensor):
-        return value
-    try:
-        return Tensor(arrays.as_view(value))
-    except FormatError as error:
-        raise FormatError(expected(operation, argument, type(value).__name__, f"a Tensor or an array ({error})")) from None
+    return value if isinstance(value, Tensor) else Tensor(arrays.as_view(value, operation, argument))
+
+
+def as_tokens(operation: str, argument: str, value: Any, qkv_format: str, features: int, dtype: DType) -> Tensor:
+    """Hidden states, h (s, b, H), (b, s, H) or (t, H) as ``qkv_format`` says. ShapeError, FormatError that name the argument for others."""
+    x = as_tensor(operation, argument, value)
+    if len(x.shape) != len(qkv_format) - 1 or x.shape[-1] != features:
+        raise ShapeError(expected(operation, argument, f"shape {x.shape}", f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"))
+    if x.dtype is not dtype:
+        raise FormatError(expected(operation, argument, x.dtype.name, f"{dtype.name} as the parameters"))
+    return x
 
 
 def positive(operation: str, **sizes: int) -> None:
@@ -265,12 +270,13 @@ def hints(operation: str, **sizes: int | None) -> None:
     positive(operation, **{name: size for name, size in sizes.items() if size is not None})
 
 
-def resolve(operation: str, params_dtype: Any, device: Any) -> tuple[DType, Device]:
-    """Dtype and device of new parameters; None: float32 and the default device. FormatError for other than float32 and 16-bit floats."""
-    kind = formats.float32 if params_dtype is None else formats.dtype(params_dtype)
+def resolve(operation: str, params_dtype: Any, device: Any, argument: str = "params_dtype") -> tuple[DType, Device]:
+    """Dtype and device of new parameters; None: float32 and the default device. FormatError for other than float32 and 16-bit floats,
+    BackendError for a device that is not here. ``argument``: what the caller calls the dtype."""
+    kind = formats.float32 if params_dtype is None else formats.dtype(params_dtype, operation, argument)
     if kind not in formats.HIGH_PRECISION:
-        raise FormatError(expected(operation, "params_dtype", kind.name, ", ".join(d.name for d in formats.HIGH_PRECISION)))
-    return kind, dispatch.default_device() if device is None else arrays.device(device)
+        raise FormatError(expected(operation, argument, kind.name, ", ".join(d.name for d in formats.HIGH_PRECISION)))
+    return kind, dispatch.default_device() if device is None else arrays.usable(device, operation, "device")
 
 
 def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, device: Device) -> Parameter:
@@ -281,5 +287,5 @@ def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, dev
     elif isinstance(init, int | float):
         host.fill(init)
     else:
-        raise Fp8kitError(expected("init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"))
+        raise ArgumentError(expected("init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"))
     return Parameter(arrays.to(arrays.as_view(host.astype(dtype.numpy)), device))

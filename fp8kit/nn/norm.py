@@ -10,7 +10,7 @@ from fp8kit import arrays
 from fp8kit.arguments import flag, number, shown
 from fp8kit.arrays import Device
 from fp8kit.autograd import apply
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.formats import DType
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, Parameter, as_tensor, hints, make_parameter, positive, resolve
@@ -32,10 +32,10 @@ class _Norm(Module):
         later(operation, CONSTRUCTOR[self.normalization], other)
         if (normalized_shape is None) == (hidden_size is None):
             wanted = "exactly one of normalized_shape and hidden_size"
-            raise Fp8kitError(expected(operation, "normalized_shape", shown(normalized_shape), wanted))
+            raise ArgumentError(expected(operation, "normalized_shape", shown(normalized_shape), wanted))
         shape = arrays.as_sizes(hidden_size if normalized_shape is None else normalized_shape)  # type: ignore[arg-type]
         if len(shape) != 1:
-            raise Fp8kitError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
+            raise ArgumentError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
         positive(operation, normalized_shape=shape[0])
         dtype, where = resolve(operation, params_dtype, device)
         zero_centered = flag(operation, "zero_centered_gamma", zero_centered_gamma)

@@ -18,7 +18,7 @@ from fp8kit import arrays, serialization
 from fp8kit.arguments import function, integer, number
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import AutogradError, CheckpointError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import AutogradError, CheckpointError, Fp8kitError, expected
 from fp8kit.formats import int64
 
 HostArray = np.ndarray[Any, Any]
@@ -62,8 +62,8 @@ def _start(state: _State) -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Start the host generator and every device's dropout state again from ``seed``, an int in [0, 2**63). ShapeError otherwise."""
-    _start(_State(integer("manual_seed", "seed", seed, 0, 2**63 - 1, ShapeError)))
+    """Start the host generator and every device's dropout state again from ``seed``, an int in [0, 2**63). ArgumentError otherwise."""
+    _start(_State(integer("manual_seed", "seed", seed, 0, 2**63 - 1)))
 
 
 def host_generator() -> np.random.Generator:

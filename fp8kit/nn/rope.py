@@ -11,7 +11,7 @@ from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.nn.later import not_yet
 from fp8kit.nn.module import Module, as_tensor, positive, resolve
 from fp8kit.ops.attention_spec import FORMATS
@@ -34,18 +34,18 @@ class RotaryPositionEmbedding(Module):
         op = "RotaryPositionEmbedding"
         positive(op, dim=dim)
         if number(op, "rotary_percent", rotary_percent, above=0.0) > 1:
-            raise Fp8kitError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
+            raise ArgumentError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
         number(op, "rotary_base", rotary_base, above=0.0)
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             wanted = "both or neither of it and pretrained_max_position_embeddings"
-            raise Fp8kitError(expected(op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted))
+            raise ArgumentError(expected(op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted))
         for name, value in (("seq_len_interpolation_factor", seq_len_interpolation_factor),
                             ("pretrained_max_position_embeddings", pretrained_max_position_embeddings)):
             if value is not None:
                 number(op, name, value, 2.0**31, above=0.0)
         self.rotated = int(dim * rotary_percent)
         if self.rotated % 2 or self.rotated == 0:
-            raise Fp8kitError(expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"))
+            raise ArgumentError(expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"))
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = float(rotary_base), flag(op, "interleaved", interleaved)

@@ -7,15 +7,15 @@ from functools import lru_cache
 from typing import Any
 
 from fp8kit import arrays
-from fp8kit.arguments import choice, flag, number
+from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention, known_options, sequence_starts
 from fp8kit.nn.embedding import dropout_spec
 from fp8kit.nn.later import CONSTRUCTOR, later
-from fp8kit.nn.module import Module, as_tensor, positive
+from fp8kit.nn.module import Module, as_tokens, positive
 from fp8kit.nn.norm import LayerNorm, RMSNorm
 from fp8kit.nn.norm_mlp import LayerNormMLP
 from fp8kit.nn.random import Init
@@ -82,14 +82,15 @@ class TransformerLayer(Module):
         choice(op, "attn_input_format", attn_input_format, FORMATS)
         decoder = choice(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
         if decoder and attn_input_format == "thd":
-            raise Fp8kitError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
+            raise ArgumentError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
         alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
                  "apply_residual_connection_post_layernorm": (self.apply_residual_connection_post_layernorm, False)}
         for argument, (value, usual) in alone.items():
             if self.parallel_attention_mlp and value != usual:
-                raise Fp8kitError(expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp"))
+                raise ArgumentError(expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp"))
         self.hidden_size, self.name = int(hidden_size), name
-        self.layer_number, self.layer_type, self.attn_input_format = layer_number, layer_type, attn_input_format
+        self.layer_number = None if layer_number is None else integer(op, "layer_number", layer_number)
+        self.layer_type, self.attn_input_format = layer_type, attn_input_format
         shared: dict[str, Any] = {"bias": bias, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
                                   "params_dtype": params_dtype, "device": device, "return_bias": not self.parallel_attention_mlp}
 
@@ -138,15 +139,23 @@ class TransformerLayer(Module):
         """
         op = "TransformerLayer"
         known_options(op, options)
-        x = as_tensor(op, "hidden_states", hidden_states)
+        dtype = self.self_attention.proj.weight_inputs()["weight0"].dtype
+        x = as_tokens(op, "hidden_states", hidden_states, self.attn_input_format, self.hidden_size, dtype)
         if self.inter_attention is not None and encoder_output is None:
-            raise Fp8kitError(expected(op, "encoder_output", None, "an array with layer_type 'decoder'"))
+            raise ArgumentError(expected(op, "encoder_output", None, "an array with layer_type 'decoder'"))
         for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):
             if self.inter_attention is None and value is not None:
-                raise Fp8kitError(expected(op, name, "an array", "None with layer_type 'encoder'"))
+                raise ArgumentError(expected(op, name, "an array", "None with layer_type 'encoder'"))
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
+        attention.check(op, x, None, own)
+        across: dict[str, Any] = {}
+        if self.inter_attention is not None:
+            across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
+            across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
+                       "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
+            self.inter_attention.check(op, x, encoder_output, across)
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
             out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, residual=True)
@@ -160,9 +169,6 @@ class TransformerLayer(Module):
         a = self._join(out["y"], attention.proj_bias, out[stream], own)
         stream, ask = _STREAMS[post]
         if self.inter_attention is not None:
-            across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
-            across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
-                       "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
             out = self.inter_attention.branch(a, first, bias, across, encoder_output, None, checkpoint_core_attention, **ask)
             a = self._join(out["y"], self.inter_attention.proj_bias, out[stream])
         out = mlp.branch(a, first, bias, **ask)

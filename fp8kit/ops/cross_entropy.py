@@ -10,6 +10,7 @@ from fp8kit.arguments import choice, integer, number
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import float32
 from fp8kit.ops.product import row_count, want_rows
+from fp8kit.ops.values import check_indices
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -31,7 +32,8 @@ class CrossEntropySpec:
 
 class CrossEntropy(Operation):
     """Loss in nats. Inputs: logits h (..., V); targets int32 or int64 (...,). Output: loss float32, (1,) for "mean", targets' shape for
-    "none"."""
+    "none". A target that is neither in [0, V) nor ``ignore_index`` is an ArgumentError of ``forward`` on the CPU; on a GPU, where nobody
+    looks, its row's loss is NaN."""
 
     name = "cross_entropy"
 
@@ -56,6 +58,7 @@ class CrossEntropy(Operation):
         s: CrossEntropySpec = plan.spec
         logits, targets, loss, lse, total = inputs["logits"], inputs["targets"], outputs["loss"], saved["lse"], saved.get("total")
         assert logits is not None and targets is not None and loss is not None and lse is not None
+        check_indices(self.name, "targets", targets, s.classes, s.ignore_index)
         rows = scratch["rows"] if total is not None else loss.reshape(loss.size)
         plan.kernels.cross_entropy_fwd(
             logits.rows(), targets.reshape(targets.size), rows, lse, total, s.label_smoothing, s.ignore_index, stream

@@ -9,6 +9,7 @@ from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import int32, int64
 from fp8kit.ops.attention_spec import FORMATS, batch_of, check_starts
 from fp8kit.ops.product import want, want_rows
+from fp8kit.ops.values import check_sequences
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -32,7 +33,7 @@ class DropPath(Operation):
     """y = residual + keep / (1 - p) * x, keep 0 or 1 for each sample: in the mean over the draws y = residual + x.
 
     Inputs: x h, its shape as ``spec.format`` says, of no rows too; residual h like x; rng int64 [2]; starts int32 (b + 1,) with "thd".
-    Output y. The residual's gradient is y's own cotangent.
+    Output y. The residual's gradient is y's own cotangent. ``forward`` raises ArgumentError for starts on the CPU that are no running sums.
     """
 
     name = "drop_path"
@@ -65,7 +66,10 @@ class DropPath(Operation):
         return Plan(spec, self.infer(spec, metas, needs), kernels, extra=(inner, count))
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        _run(plan, inputs["x"], inputs["residual"], outputs["y"], inputs, stream)
+        x = inputs["x"]
+        assert x is not None
+        check_sequences(self.name, inputs, "starts", x.shape[0])
+        _run(plan, x, inputs["residual"], outputs["y"], inputs, stream)
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
         if grads.get("x") is not None:

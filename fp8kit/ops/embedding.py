@@ -9,6 +9,7 @@ from fp8kit import formats
 from fp8kit.errors import FormatError, expected
 from fp8kit.formats import DType
 from fp8kit.ops.product import want
+from fp8kit.ops.values import check_indices
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -22,7 +23,8 @@ class EmbeddingSpec:
 
 
 class Embedding(Operation):
-    """y[...] = table[ids[...]]. Inputs: ids int32 or int64, any shape, in [0, vocabulary); table h (V, N). An id out of range gives NaN."""
+    """y[...] = table[ids[...]]. Inputs: ids int32 or int64, any shape, in [0, vocabulary); table h (V, N). An id out of range is an
+    ArgumentError of ``forward`` on the CPU; on a GPU, where nobody looks, it gives NaN."""
 
     name = "embedding"
 
@@ -40,6 +42,7 @@ class Embedding(Operation):
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         ids, y = inputs["ids"], outputs["y"]
         assert ids is not None and y is not None
+        check_indices(self.name, "ids", ids, plan.spec.vocabulary)
         plan.kernels.embedding_fwd(ids.reshape(ids.size), inputs["table"], y.reshape(ids.size, plan.spec.features), stream)
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:

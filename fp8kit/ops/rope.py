@@ -11,6 +11,7 @@ from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit.ops.attention_spec import FORMATS, check_starts
+from fp8kit.ops.values import check_sequences
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 _SEQUENCES = ("cu_seqlens", "cu_seqlens_padded")  # the sequences' lengths, and where they start
@@ -49,8 +50,9 @@ class Rope(Operation):
     sequences' lengths, with "thd" and only there; there also ``cu_seqlens_padded``, int32 (b + 1,): where each sequence starts, if there
     are gaps between them. s, b and t may be 0. Output y like x; turned heads of tokens of no sequence are 0. Gradient of x, 0 likewise.
 
-    ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError for dtypes. Where
-    start_positions lead beyond the angles, the result is NaN.
+    ``infer`` raises ShapeError for sizes and names that do not fit, too few positions among them; FormatError for dtypes; ``forward``
+    ArgumentError for running sums on the CPU that are none (``ops.values``). Where start_positions, or with "thd" on a GPU a sequence's
+    length, lead beyond the angles, the result is NaN.
     """
 
     name: ClassVar[str] = "rope"
@@ -97,7 +99,11 @@ class Rope(Operation):
         return Plan(spec, self.infer(spec, metas, needs), kernels)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        _turn(plan, plan.kernels.rope_fwd, inputs["x"], outputs["y"], inputs, stream)
+        x, freqs = inputs["x"], [inputs[name] for name in plan.spec.angles]
+        assert x is not None
+        positions = None if inputs.get("start_positions") is not None else min((f.shape[0] for f in freqs if f is not None), default=None)
+        check_sequences(self.name, inputs, "cu_seqlens", x.shape[0], positions)
+        _turn(plan, plan.kernels.rope_fwd, x, outputs["y"], inputs, stream)
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
         _turn(plan, plan.kernels.rope_bwd, cotangents["y"], grads["x"], kept, stream)

@@ -16,7 +16,7 @@ from fp8kit.arguments import flag, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import CheckpointError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import float32, int64
 
 Group = dict[str, Any]
@@ -116,34 +116,34 @@ class Optimizer:
     def __init__(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], defaults: Group) -> None:
         name = type(self).__name__
         if not isinstance(params, Iterable):
-            raise Fp8kitError(expected(name, "params", type(params).__name__, "tensors, such as model.parameters(), or dicts of them"))
+            raise ArgumentError(expected(name, "params", type(params).__name__, "tensors, such as model.parameters(), or dicts of them"))
         given: list[Any] = list(params)
         groups: list[Mapping[str, Any]] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.param_groups: list[Group] = []
         seen: set[int] = set()
         for group in groups:
             if not isinstance(group, Mapping):
-                raise Fp8kitError(expected(name, "param_groups", shown(group), 'a dict with "params" in each place, or tensors alone'))
+                raise ArgumentError(expected(name, "param_groups", shown(group), 'a dict with "params" in each place, or tensors alone'))
             if "params" not in group:
-                raise Fp8kitError(expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'))
+                raise ArgumentError(expected(name, "param_groups", f"a group of {sorted(group)}", 'a "params" entry in each'))
             unknown = set(group) - {"params", *defaults}
             if unknown:
-                raise Fp8kitError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
+                raise ArgumentError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
             if not isinstance(group["params"], Iterable) or isinstance(group["params"], str | bytes):
-                raise Fp8kitError(expected(name, "params", shown(group["params"]), "a list of tensors"))
+                raise ArgumentError(expected(name, "params", shown(group["params"]), "a list of tensors"))
             whole: Group = {**defaults, **group, "params": list(group["params"])}
             for param in whole["params"]:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
-                    raise Fp8kitError(expected(name, "params", what, "different tensors that require grad"))
+                    raise ArgumentError(expected(name, "params", what, "different tensors that require grad"))
                 seen.add(id(param))
                 if not param.view.contiguous or not param.view.writable:
                     what = f"strides {param.view.strides} or memory that is read-only"
-                    raise Fp8kitError(expected(name, "params", what, "C-contiguous memory that may be written"))
+                    raise ArgumentError(expected(name, "params", what, "C-contiguous memory that may be written"))
             self.flat(whole)
             self.param_groups.append(whole)
         if not seen:
-            raise Fp8kitError(expected(name, "params", "nothing", "at least one tensor"))
+            raise ArgumentError(expected(name, "params", "nothing", "at least one tensor"))
         self._states: dict[Tensor, _State] = {}
 
     # --- what a subclass gives ----------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Optimizer:
 
     def _gradient(self, param: Tensor) -> ArrayView:
         """The parameter's gradient; any array may have been set."""
-        grad = arrays.contiguous(arrays.as_view(param.grad))
+        grad = arrays.contiguous(arrays.as_view(param.grad, type(self).__name__, "grad"))
         if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
             got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (grad, param))
             raise ShapeError(expected(type(self).__name__, "grad", got, wanted))
@@ -263,7 +263,7 @@ class Optimizer:
 
     def _one(self, argument: str, value: Any) -> ArrayView:
         """A float32 array of one element on the parameters' device."""
-        view, devices = arrays.as_view(value), {param.device for param in self._params()}
+        view, devices = arrays.as_view(value, type(self).__name__, argument), {param.device for param in self._params()}
         if view.size != 1 or view.dtype is not float32 or devices != {view.device}:
             got = f"{view.dtype.name} {view.shape} on {view.device}"
             wanted = f"one float32 element on {', '.join(map(str, devices))}"

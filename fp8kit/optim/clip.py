@@ -10,7 +10,7 @@ from fp8kit import arrays
 from fp8kit.arguments import integer, number
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.formats import HIGH_PRECISION, float32, uint8
 from fp8kit.optim.scaler import GradScaler
 
@@ -26,28 +26,28 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     operation = "clip_grad_norm_"
     limit = number(operation, "max_norm", max_norm)
     if limit == 0:
-        raise Fp8kitError(expected(operation, "max_norm", max_norm, "a positive number"))
+        raise ArgumentError(expected(operation, "max_norm", max_norm, "a positive number"))
     if not isinstance(params, Iterable):
-        raise Fp8kitError(expected(operation, "params", type(params).__name__, "tensors, such as model.parameters()"))
+        raise ArgumentError(expected(operation, "params", type(params).__name__, "tensors, such as model.parameters()"))
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise Fp8kitError(expected(operation, "scaler", type(scaler).__name__, "a GradScaler or None"))
+        raise ArgumentError(expected(operation, "scaler", type(scaler).__name__, "a GradScaler or None"))
     given = list(params)
     for param in given:
         if not isinstance(param, Tensor):
-            raise Fp8kitError(expected(operation, "params", type(param).__name__, "Tensors"))
-    grads = [arrays.as_view(param.grad) for param in given if param.grad is not None]
+            raise ArgumentError(expected(operation, "params", type(param).__name__, "Tensors"))
+    grads = [arrays.as_view(param.grad, operation, "params") for param in given if param.grad is not None]
     if not grads:
-        raise Fp8kitError(expected(operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"))
+        raise ArgumentError(expected(operation, "params", f"{len(given)} tensors, none with a gradient", "at least one gradient"))
     for grad in grads:
         if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
             what = f"a gradient of strides {grad.strides}" if not grad.contiguous else "a gradient in read-only memory"
-            raise Fp8kitError(expected(operation, "params", what, "C-contiguous gradients that may be written"))
+            raise ArgumentError(expected(operation, "params", what, "C-contiguous gradients that may be written"))
         if grad.dtype not in HIGH_PRECISION:
-            raise Fp8kitError(expected(operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"))
+            raise ArgumentError(expected(operation, "params", f"a gradient of {grad.dtype.name}", "float32, bfloat16 or float16"))
     devices = {grad.device for grad in grads}
     if len(devices) != 1:
         where = ", ".join(sorted(map(str, devices)))
-        raise Fp8kitError(expected(operation, "params", f"gradients on {where}", "gradients on one device"))
+        raise ArgumentError(expected(operation, "params", f"gradients on {where}", "gradients on one device"))
     (device,) = devices
     kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
     norm = arrays.empty((1,), float32, device)
@@ -66,7 +66,7 @@ def warmup_cosine(step: int, lr: float, warmup_steps: int, total_steps: int, min
         integer("warmup_cosine", name, value, 0)
     lr, min_lr = number("warmup_cosine", "lr", lr), number("warmup_cosine", "min_lr", min_lr)
     if not 0 <= warmup_steps <= total_steps:
-        raise Fp8kitError(expected("warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]"))
+        raise ArgumentError(expected("warmup_cosine", "warmup_steps", warmup_steps, f"in [0, total_steps = {total_steps}]"))
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if step >= total_steps:

@@ -18,7 +18,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
 from fp8kit.autograd.tensors import fresh, record
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, CheckpointError, FormatError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, BackendError, CheckpointError, FormatError, expected
 from fp8kit.formats import HIGH_PRECISION, float32
 from fp8kit.optim.base import Optimizer
 
@@ -117,7 +117,8 @@ class GradScaler:
         if not self.enabled:
             return
         if optimizer in self._unscaled or optimizer in self._found:
-            raise Fp8kitError(expected("GradScaler.unscale_", "optimizer", "one that was unscaled or stepped", "one call before its step"))
+            got = "one that was unscaled or stepped"
+            raise ArgumentError(expected("GradScaler.unscale_", "optimizer", got, "one call before its step"))
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             if param.grad is None:
                 continue
@@ -187,4 +188,4 @@ class GradScaler:
 
 def _optimizer(operation: str, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise Fp8kitError(expected(f"GradScaler.{operation}", "optimizer", shown(optimizer), "an Optimizer, such as AdamW"))
+        raise ArgumentError(expected(f"GradScaler.{operation}", "optimizer", shown(optimizer), "an Optimizer, such as AdamW"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8kit.arguments import number
 from fp8kit.autograd import Tensor
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.optim.base import Batch, Group, Hyper, Optimizer, rate
 
 
@@ -40,7 +40,7 @@ class SGD(Optimizer):
         momentum, nesterov = number("SGD", "momentum", group["momentum"]), group["nesterov"]
         dampening = number("SGD", "dampening", group["dampening"])
         if not isinstance(nesterov, int | float | np.bool_) or nesterov not in (0, 1) or (nesterov and (momentum == 0 or dampening != 0)):
-            raise Fp8kitError(expected("SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening"))
+            raise ArgumentError(expected("SGD", "nesterov", repr(nesterov), "a bool; True needs a momentum and no dampening"))
         return (rate("SGD", group["lr"]), momentum, dampening, bool(nesterov), number("SGD", "weight_decay", group["weight_decay"]))
 
     def nest(self, values: Sequence[float]) -> Group:

@@ -48,7 +48,7 @@ class CudaProvider:
     def check(self, device: Device) -> None:
         """BackendError where the device is not usable here."""
         if device.index >= self.count():
-            usable = f"{self.count()} usable" if self.count() else "no usable CUDA device (driver, CuPy or GPU missing; see `fp8kit info`)"
+            usable = f"a CUDA device that is here: {self.count()} are (a driver, CuPy or a GPU may be missing; see `fp8kit info`)"
             raise BackendError(expected("device", "device", str(device), usable))
 
     def count(self) -> int:

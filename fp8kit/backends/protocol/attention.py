@@ -1,4 +1,13 @@
-"""The contract of attention, and what its kernels need to know beside their arrays."""
+"""The contract of attention, and what its kernels need to know beside their arrays.
+
+Running sums (cu_seqlens and the like, int32 (b + 1,)) are right where they start at 0, never fall and end at most at the total (t tokens;
+b * s positions), and where no sequence is longer than s, or than max_seqlen. Starts, the last of which is an end, lie in [0, t], the first
+of them anywhere, and leave room for each sequence before the next. Other values are the caller's error: operations refuse them on the CPU
+(``ops.values``). On a device nobody looks, and an engine is safe for any values: it reads and writes nothing out of bounds, and writes all
+of its outputs. Sequence n then starts at starts[n], clamped to [0, t], and has lengths[n + 1] - lengths[n] tokens (in 64 bits), clamped to
+[0, t - start]; in a padded batch, to [0, s]. A token that no sequence so understood holds is 0 in the output; which of them a token gets
+that several hold is not said, but it is one of them, NaN, or 0.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +60,7 @@ class AttentionSpec(Protocol):
 class AttentionExtras(NamedTuple):
     """What an attention may be given beside q, k and v; ``None`` where its spec does not ask for it.
 
-    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of each batch's true lengths.
+    * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of each batch's true lengths; of any values, see above.
     * ``rng``: see the conventions; where dropout > 0.
     * ``mask``: uint8 or bool (1 | b, 1 | h, 1 | s_q, s_kv), not 0 where a score is masked out.
     * ``bias``: h, q's dtype, (1 | b, 1 | h, 1 | s_q, s_kv).
@@ -125,8 +134,8 @@ class Attentions(Protocol):
     def unpack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
         """Sequences that lie one after the other, made a padded batch: y[b, i] = x[starts[b] + i] for i < lengths[b + 1] - lengths[b], 0
         beyond. x: h (t, n); y: h (b, s, n); lengths, starts: int32 (b + 1,), running sums (of true and of padded lengths; the same array
-        where nothing lies between the sequences)."""
+        where nothing lies between the sequences), of any values: those that are none count as clamped, see the head of this file."""
 
     def pack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
         """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence, NaN in rows of a sequence beyond its first s.
-        x: h (b, s, n); y: h (t, n)."""
+        x: h (b, s, n); y: h (t, n); lengths and starts of any values, as above."""

@@ -29,8 +29,9 @@ class Ends(Protocol):
         stream: int,
     ) -> None:
         """loss[i] = lse[i] - (1 - s) * logits[i, t] - s * mean(logits[i]), s = label_smoothing, t = targets[i]; 0 where t is ignore_index;
-        NaN where t is out of range. logits: h (M, V); targets: int32 or int64 (M,); loss, lse: float32 (M,); total: float32 [2] or None,
-        written with (mean loss over the rows not ignored, their number), summed in a fixed order; the mean of no rows is 0."""
+        NaN where t is out of range (the operation refuses that on the CPU, where it can look).
+        logits: h (M, V); targets: int32 or int64 (M,); loss, lse: float32 (M,); total: float32 [2] or None, written with (mean loss over
+        the rows not ignored, their number), summed in a fixed order; the mean of no rows is 0."""
 
     def cross_entropy_bwd(
         self,
