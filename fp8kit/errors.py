@@ -6,6 +6,9 @@ wording is the same everywhere. Each class is also the built-in kind a caller wo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Fp8kitError(Exception):
     """Base of every error that fp8kit raises on purpose."""
@@ -52,3 +55,16 @@ def renamed(error: Fp8kitError, operation: str, argument: str) -> Fp8kitError:
     """The same refusal, of ``expected``'s form, as the one of ``operation``'s ``argument``: what a caller sees of a check further down."""
     *_, rest = str(error).split(": ", 2)
     return type(error)(f"{operation}: {argument}: {rest if rest.startswith('got ') else error}")
+
+
+@contextmanager
+def on_behalf_of(operation: str, **names: str) -> Iterator[None]:
+    """Within, or in the function that this decorates, refusals are ``operation``'s: of its arguments, which ``names`` calls what they are
+    further down. For what is made of parts that check for themselves."""
+    try:
+        yield
+    except Fp8kitError as error:
+        own, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
+        if own == operation or not rest.startswith("got "):
+            raise
+        raise type(error)(f"{operation}: {names.get(argument, argument)}: {rest}") from None

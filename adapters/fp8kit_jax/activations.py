@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
+from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.ops.activation import ActivationSpec
 from fp8kit.ops.activation import activation as activation_operation
 from fp8kit.ops.norm_mlp import activation_numbers
+from fp8kit_jax.arguments import as_array
 from fp8kit_jax.rules import apply
 
 # Transformer Engine's names in JAX -> fp8kit's, formulas in fp8kit.backends.activation; pairs are products of the two halves
@@ -30,7 +30,7 @@ def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, 
 
     Returns h (..., F). Raises ShapeError or FormatError.
     """
-    x = jnp.asarray(x)
+    x = as_array("activation", "x", x)
     name, numbers = activation_of("activation", activation_type, act_params, "act_params")
     parts = len(activation_type)
     if x.ndim < 2 or x.shape[-2] != parts:
@@ -42,10 +42,11 @@ def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, 
 def activation_of(operation: str, activation_type: Sequence[str], params: Mapping[str, float] | None,
                   argument: str = "activation_params") -> tuple[str, tuple[float, ...]]:
     """fp8kit's name of an activation and its numbers; FormatError for one that there is not, and for unknown parameters."""
-    name = ACTIVATION_TYPES.get(tuple(activation_type))
+    words = tuple(activation_type) if isinstance(activation_type, Sequence) else ()
+    name = ACTIVATION_TYPES.get(words) if all(isinstance(word, str) for word in words) else None
     if name is None:
         known = ", ".join(map(str, ACTIVATION_TYPES))
-        raise FormatError(expected(operation, "activation_type", repr(tuple(activation_type)), f"one of {known}"))
+        raise FormatError(expected(operation, "activation_type", shown(activation_type), f"one of {known}"))
     if params is not None and not isinstance(params, Mapping):
         raise FormatError(expected(operation, argument, type(params).__name__, "a mapping of names to numbers, or None"))
     return name, activation_numbers(operation, name, params)

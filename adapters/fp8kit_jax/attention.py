@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8kit.arguments import choice, integer, shown
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ShapeError, expected
-from fp8kit.ops.attention import AttentionSpec, attention
+from fp8kit.ops.attention import FORMATS, AttentionSpec, attention
+from fp8kit_jax.arguments import as_array, as_number, check_sums
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
 
@@ -32,13 +35,23 @@ def dot_product_attention(
       (b, s, 3, heads, d) alone, or ``query`` and ``key`` (b, s_kv, 2, groups, d).
     * ``attn_mask_type``: "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right" or
       "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out. Padding: ``cu_seqlens_q``, ``cu_seqlens_kv``,
-      int32 (b + 1,), running sums of the true lengths.
+      int32 (b + 1,), running sums of the true lengths: 0 first, never falling, at most t, no sequence longer than s or ``max_seqlen_q``.
+      Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU nobody looks: rows may come out
+      wrong, but nothing out of bounds is touched.
     * ``bias``: h (1 | b, 1 | heads, 1 | s_q, s_kv), differentiable; ``attn_bias_type``: None is "post_scale_bias" where there is one.
     * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
     Returns h (b, s_q, heads, d_v), or as query's format has it.
     """
-    layers = [jnp.asarray(a) for a in (query, key, value) if a is not None]
+    op = "dot_product_attention"
+    given = {"query": query} | {name: a for name, a in (("key", key), ("value", value)) if a is not None}
+    layers = [as_array(op, name, a) for name, a in given.items()]
+    dropout_rate = as_number(op, "dropout_rate", dropout_rate, below=1.0)
+    scale = 0.0 if scale_factor is None else as_number(op, "scale_factor", scale_factor, least=-math.inf)
+    choice(op, "qkv_format", qkv_format, FORMATS)
+    if window_size is not None and (not isinstance(window_size, tuple | list) or not all(isinstance(n, int) for n in window_size)):
+        raise ShapeError(expected(op, "window_size", shown(window_size), "(left, right), each -1 (unbounded) or more, or None"))
+    max_seqlen_q, max_seqlen_kv = integer(op, "max_seqlen_q", max_seqlen_q, 0), integer(op, "max_seqlen_kv", max_seqlen_kv, 0)
     dims, (layout, names, packed) = 3 if qkv_format == "thd" else 4, LAYOUTS[len(layers)]
     if (value is not None and key is None) or any(
         a.ndim != dims + (count > 1) or (count > 1 and a.shape[-3] != count) for a, count in zip(layers, packed, strict=True)
@@ -50,7 +63,7 @@ def dot_product_attention(
     biased = attn_bias_type or ("no_bias" if bias is None else "post_scale_bias")
     heads, head_dim = layers[0].shape[-2:]
     spec = AttentionSpec(
-        heads, head_dim, layers[-1].shape[-2], qkv_format, attn_mask_type, float(scale_factor or 0.0), float(dropout_rate),
+        heads, head_dim, layers[-1].shape[-2], qkv_format, attn_mask_type, scale, dropout_rate,
         get_policy().deterministic, layout, layers[-1].shape[-1],
         (-1, -1) if window_size is None else tuple(window_size), bottom_right_diagonal, biased, softmax_type,
         max_seqlen_q, max_seqlen_kv,
@@ -63,6 +76,10 @@ def dot_product_attention(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
         "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
     }  # fmt: skip
+    for side, layer, longest in (("q", layers[0], max_seqlen_q), ("kv", layers[min(len(layers), 2) - 1], max_seqlen_kv)):
+        packed_sums = qkv_format == "thd"
+        total, most = (layer.shape[0], longest or None) if packed_sums else (None, layer.shape[max(qkv_format.find("s"), 0)])
+        check_sums(op, inputs, f"cu_seqlens_{side}", total, most)
     inputs |= rng_inputs(dropout_key) if dropout_rate else {}
     leading = layers[0].shape[: dims - 2]
     return apply(attention, spec, inputs, pairs=("rng",))["o"].reshape(*leading, heads, layers[-1].shape[-1])

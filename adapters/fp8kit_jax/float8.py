@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from fp8kit import formats
+from fp8kit.arguments import flag, shown
 from fp8kit.backends.dispatch import block_shapes
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.ops import casts
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
 from fp8kit_jax import primitive
+from fp8kit_jax.arguments import as_array
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
 
@@ -59,7 +61,7 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
 
     No gradient: wrap it for a straight-through estimate. Raises FormatError or ShapeError.
     """
-    x = jnp.asarray(x)
+    x = as_array("quantize", "x", x)
     native = _native("quantize", format)
     if rounding not in ("nearest", "stochastic") or (rounding == "stochastic") != (key is not None):
         raise FormatError(expected("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key'))
@@ -67,8 +69,9 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     tile, grid = _tiling("quantize", scaling, rows, columns)
     blocks = scaling not in ("tensor", "row")
     for_inf = min(primitive.meta_of(x).dtype.max, formats.float32.max) if scaling.startswith("block") else formats.float32.max
-    spec = casts.QuantizeSpec(format, tile, bool(saturate), blocks, for_inf, scale is not None, rounding == "stochastic")
-    given = {} if scale is None else {"scale": jnp.asarray(scale, jnp.float32).reshape(-1)}
+    saturate = flag("quantize", "saturate", saturate)
+    spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, scale is not None, rounding == "stochastic")
+    given = {} if scale is None else {"scale": as_array("quantize", "scale", scale).astype(jnp.float32).reshape(-1)}
     inputs = {"x": x, **given, **(rng_inputs(key) if key is not None else {})}
     out = apply(casts.quantize, spec, inputs, pairs=("rng",))
     return ScaledTensor(jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling)
@@ -76,7 +79,8 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
 
 def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
     """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16)."""
-    kind = formats.dtype(jnp.dtype(dtype))
+    _scaled("dequantize", "q", q)
+    kind = formats.dtype(dtype, "dequantize", "dtype")
     if kind not in formats.HIGH_PRECISION:
         raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
     tile, _ = _tiling("dequantize", q.scaling, *_matrix(q.shape))
@@ -90,7 +94,9 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     Both scaled by the tensor, both by rows, or both by blocks of 128 along K (not both 128x128). E4M3 and E5M2, not both E5M2.
     ``fast_accumulate``: in the tensor cores' own width, not for blocks. Sizes are padded to multiples of 16 here.
     """
-    kind = formats.dtype(jnp.dtype(dtype))
+    _scaled("gemm", "a", a)
+    _scaled("gemm", "b", b)
+    kind = formats.dtype(dtype, "gemm", "dtype")
     if len(b.shape) != 2 or not a.shape or a.shape[-1] != b.shape[1]:
         raise ShapeError(expected("gemm", "shapes", f"{a.shape}, {b.shape}", "(..., K), (N, K)"))
     if {a.format, b.format} - {E4M3, E5M2} or a.format == b.format == E5M2:
@@ -117,6 +123,11 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     return apply(fp8_gemm, spec, inputs)["out"].reshape(*a.shape[:-1], columns)
 
 
+def _scaled(operation: str, argument: str, value: Any) -> None:
+    if not isinstance(value, ScaledTensor):
+        raise FormatError(expected(operation, argument, shown(value), "a ScaledTensor, as quantize makes one"))
+
+
 def _padded(array: Any, shape: tuple[int, ...], value: Any) -> Any:
     return jnp.pad(array, [(0, n - m) for n, m in zip(shape, array.shape, strict=True)], constant_values=value)
 
@@ -128,7 +139,7 @@ def _codes(q: ScaledTensor) -> Any:
 def _native(operation: str, format: Format) -> Any:
     kind = formats.dtype_of_format(format) if isinstance(format, Format) else None
     if kind is None or kind.dlpack[1] != 8:
-        raise FormatError(expected(operation, "format", str(format), "E4M3, E5M2 or E8M0"))
+        raise FormatError(expected(operation, "format", shown(format), "E4M3, E5M2 or E8M0"))
     return kind.numpy
 
 
@@ -138,7 +149,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _tiling(operation: str, scaling: str, rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Tile of a matrix, and the shape of its scales."""
-    if scaling not in TILES:
+    if not isinstance(scaling, str) or scaling not in TILES:
         raise FormatError(expected(operation, "scaling", repr(scaling), f"one of {', '.join(TILES)}"))
     tile = tuple(own or max(whole, 1) for own, whole in zip(TILES[scaling], (rows, columns), strict=True))
     if scaling == "tensor":

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from fp8kit.arguments import flag, shown
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
@@ -18,6 +19,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit_jax import manual
 from fp8kit_jax.activations import activation, activation_of
+from fp8kit_jax.arguments import as_array, as_number
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, scaling_of, settle
 from fp8kit_jax.rules import apply
 
@@ -35,7 +37,7 @@ def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,)
 
     Returns h (..., N). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = settle("dense", quantizer_set)
     outputs = shape[matrix.ndim - 1 :]
@@ -58,10 +60,12 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     Returns y, with ``return_layernorm_output`` (y, norm(x)).
     """
     op = "layernorm_dense"
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
     found = settle(op, quantizer_set)
     _layout(op, kernel_layout)
     io = kernel_layout == "io"
+    if kernel.ndim < 2:
+        raise ShapeError(expected(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions"))
     outputs = kernel.shape[1:] if io else kernel.shape[:-1]
     weight = kernel.reshape(kernel.shape[0], -1) if io else kernel.reshape(-1, kernel.shape[-1])
     product = _product(weight, kernel_layout, found, bias is not None)
@@ -85,7 +89,11 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
     """
     op = "layernorm_mlp"
-    x, (k1, k2), (b1, b2) = jnp.asarray(x), map(jnp.asarray, kernels), biases
+    x = as_array(op, "x", x)
+    for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise ShapeError(expected(op, argument, shown(pair), "two, one for each product"))
+    (k1, k2), (b1, b2) = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)), biases
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(expected(op, "biases", "one", "two or none"))
@@ -119,11 +127,12 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
 
 def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:
     """The spec of a norm over x's last dimension."""
-    if norm_type not in NORMS:
+    if not isinstance(norm_type, str) or norm_type not in NORMS:
         raise FormatError(expected(operation, "norm_type", repr(norm_type), " or ".join(NORMS)))
     if x.ndim < 1:
         raise ShapeError(expected(operation, "x", "a scalar", "shape (..., features)"))
-    return NormSpec(x.shape[-1], NORMS[norm_type], float(epsilon), bool(zero_centered_gamma))
+    zero_centered_gamma = flag(operation, "zero_centered_gamma", zero_centered_gamma)
+    return NormSpec(x.shape[-1], NORMS[norm_type], as_number(operation, "epsilon", epsilon), zero_centered_gamma)
 
 
 def _beta(operation: str, norm_type: str, beta: Any) -> Any:
@@ -145,7 +154,7 @@ def _product(weight: Any, layout: str, found: QuantizerSet, bias: bool, prefix: 
 
 
 def _flat(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
-    bias = jnp.asarray(bias)
+    bias = as_array(operation, name, bias)
     if bias.size != math.prod(shape):
         raise ShapeError(expected(operation, name, f"shape {bias.shape}", f"shape {shape}"))
     return bias.reshape(-1)
@@ -155,8 +164,9 @@ def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any
     """x (..., K), kernel (K, N) or (N, K), the shape of the product, and the kernel's layout."""
     try:
         xs, ks = ([range(array.ndim)[d] for d in own] for array, own in zip((x, kernel), dims, strict=True))
-    except IndexError:
-        raise ShapeError(expected(operation, "contracting_dims", dims, f"dimensions of x {x.shape} and kernel {kernel.shape}")) from None
+    except (IndexError, TypeError, ValueError):
+        wanted = f"dimensions of x {x.shape} and kernel {kernel.shape}"
+        raise ShapeError(expected(operation, "contracting_dims", shown(dims), wanted)) from None
     if [x.shape[d] for d in xs] != [kernel.shape[d] for d in ks] or len(set(xs)) != len(xs) or not xs:
         got = f"kernel shape {kernel.shape} over {tuple(ks)}"
         raise ShapeError(expected(operation, "kernel", got, f"the sizes of x {x.shape} over {tuple(xs)}"))

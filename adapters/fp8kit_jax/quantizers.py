@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from fp8kit.arguments import integer, shown
 from fp8kit.errors import RecipeError, expected
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Recipe
@@ -40,6 +41,9 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's history length.
     """
     recipe = recipe_in_force() if recipe is None else recipe
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(expected("create_set", "recipe", shown(recipe), "a Recipe or None"))
+    integer("create_set", "n_quantizer_sets", n_quantizer_sets, 1)
 
     def one() -> QuantizerSet:
         if not isinstance(recipe, DelayedScaling):

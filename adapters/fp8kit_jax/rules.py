@@ -22,6 +22,7 @@ from fp8kit.errors import AutogradError, FormatError, expected
 from fp8kit.formats import int64
 from fp8kit.spec import Meta, Operation
 from fp8kit_jax import manual, primitive
+from fp8kit_jax.arguments import as_array
 from fp8kit_jax.program import Program
 from fp8kit_jax.rules_amax import amax_of, scaled_now, with_amaxes
 from fp8kit_jax.state import Scaling, State, next_state
@@ -66,7 +67,7 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: Sta
 
     Raises what ``infer`` raises, when it is traced.
     """
-    given = {name: jnp.asarray(value) for name, value in inputs.items() if value is not None}
+    given = {name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None}
     axes = manual.axes()
     given, state = manual.alike((given, state or {}))
     static = _Static(operation.name, spec, pairs, scaling, axes)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8kit.arguments import flag, integer, number, shown
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.drop_path import DropPathSpec
@@ -17,6 +18,7 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
+from fp8kit_jax.arguments import as_array, as_number, check_sums, check_targets
 from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
@@ -28,7 +30,7 @@ def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm"
     ``x``: h (..., N), float32, bfloat16 or float16; ``gamma``, ``beta``: h (N,), beta None with "rmsnorm". ``zero_centered_gamma``: the
     factor is 1 + gamma. Returns h like x.
     """
-    x = jnp.asarray(x)
+    x = as_array("layernorm", "x", x)
     if norm_type == "rmsnorm" and beta is not None:
         raise ShapeError(expected("layernorm", "beta", "an array", "None with rmsnorm"))
     spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma)
@@ -42,10 +44,10 @@ def rmsnorm(x: Any, gamma: Any, zero_centered_gamma: bool = False, epsilon: floa
 
 def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
     """x / sqrt(sum of x^2 + epsilon) over the last dimension. ``x``: h (..., N). Returns alike."""
-    x = jnp.asarray(x)
+    x = as_array("l2norm", "x", x)
     if x.ndim < 1:
         raise ShapeError(expected("l2norm", "x", "a scalar", "shape (..., features)"))
-    return apply(norm, L2NormSpec(x.shape[-1], epsilon=float(epsilon)), {"x": x})["y"]
+    return apply(norm, L2NormSpec(x.shape[-1], epsilon=as_number("l2norm", "epsilon", epsilon)), {"x": x})["y"]
 
 
 def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
@@ -53,10 +55,10 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
 
     ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked out whole is 0.
     """
-    logits = jnp.asarray(logits)
+    logits = as_array("softmax", "logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise FormatError(expected("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16"))
-    keep = None if mask is None else jnp.asarray(mask) == 0
+    keep = None if mask is None else as_array("softmax", "mask", mask) == 0
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
     if keep is None:
         return jax.nn.softmax(scores, -1).astype(logits.dtype)
@@ -67,13 +69,15 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
 def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100) -> Any:
     """Softmax cross entropy in nats, its gradient from the kept log-sum-exp.
 
-    * ``logits``: h (..., V); ``targets``: int32 (...,), ``ignore_index`` counts nothing. ``label_smoothing`` in [0, 1).
+    * ``logits``: h (..., V); ``targets``: int32 (...,), ``ignore_index`` counts nothing; one out of range is an error on
+      the CPU (ArgumentError, or JAX's own of a compiled program) and gives NaN on a GPU. ``label_smoothing`` in [0, 1).
     * ``reduction``: "mean" over the targets that are not ignored, float32 (), or "none", float32 like targets.
     """
-    logits = jnp.asarray(logits)
+    logits = as_array("fused_cross_entropy", "logits", logits)
     if logits.ndim < 1:
         raise ShapeError(expected("fused_cross_entropy", "logits", "a scalar", "shape (..., classes)"))
-    spec = CrossEntropySpec(logits.shape[-1], reduction, float(label_smoothing), int(ignore_index))
+    spec = CrossEntropySpec(logits.shape[-1], reduction, as_number("fused_cross_entropy", "label_smoothing", label_smoothing), ignore_index)
+    check_targets("fused_cross_entropy", "targets", targets, spec.classes, spec.ignore_index)
     loss = apply(cross_entropy, spec, {"logits": logits, "targets": targets})["loss"]
     return loss.reshape(()) if reduction == "mean" else loss
 
@@ -87,11 +91,12 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
     of the lengths, with "thd"; ``cu_seqlens_padded``: where the sequences start, if there are gaps between them. ``interleaved``: pairs are
     neighbours, instead of the two halves. Returns h like x, 0 for tokens of no sequence, and so for their gradient.
     """
-    x = jnp.asarray(x)
+    x = as_array("rope", "x", x)
     if x.ndim < 3:
         raise ShapeError(expected("rope", "x", f"shape {x.shape}", "(batch, sequence, heads, features), or (tokens, heads, features)"))
     heads, dim = x.shape[-2:]
-    spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, bool(interleaved))
+    spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, flag("rope", "interleaved", interleaved))
+    check_sums("rope", {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, "cu_seqlens", x.shape[0])
     flat = x.reshape(*x.shape[:-2], heads * dim)
     inputs = {"x": flat, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
               "cu_seqlens_padded": cu_seqlens_padded}
@@ -100,6 +105,10 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
 
 def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:
     """Angles for ``rope``, float32 (positions, dim): position * base^(-2 i / dim) for the i-th pair, in the order that ``rope`` takes."""
+    dim, positions = integer("rope_frequencies", "dim", dim, 2), integer("rope_frequencies", "positions", positions, 0)
+    base, interleaved = number("rope_frequencies", "base", base, above=0.0), flag("rope_frequencies", "interleaved", interleaved)
+    if dim % 2:
+        raise ShapeError(expected("rope_frequencies", "dim", dim, "an even number"))
     inverse = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
     whole = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
@@ -107,7 +116,9 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
 
 
 def rng_words(key: Any) -> Any:
-    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset)."""
+    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset). FormatError for what is no key."""
+    if not hasattr(key, "dtype"):
+        raise FormatError(expected("rng", "key", shown(key), "a JAX key"))
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     flat = data.reshape(-1)[:4].astype(jnp.uint32)
     return jnp.concatenate([flat, jnp.zeros(4 - flat.shape[0], jnp.uint32)])
@@ -122,10 +133,12 @@ def rng_inputs(key: Any) -> dict[str, Any]:
 def dropout_add(x: Any, residual: Any = None, bias: Any = None, rate: float = 0.0, key: Any = None) -> Any:
     """residual + dropout(x + bias), in one pass. ``x``, ``residual``: h (..., N); ``bias``: h (N,); ``rate`` in [0, 1), with ``key``, a JAX
     key, where it is not 0. Returns h like x."""
-    x = jnp.asarray(x)
+    x, rate = as_array("dropout_add", "x", x), as_number("dropout_add", "rate", rate, below=1.0)
+    if x.ndim < 1:
+        raise ShapeError(expected("dropout_add", "x", "a scalar", "shape (..., features)"))
     if rate and key is None:
         raise ShapeError(expected("dropout_add", "key", None, f"a JAX key with rate {rate}"))
-    spec = DropoutAddSpec(x.shape[-1], float(rate))
+    spec = DropoutAddSpec(x.shape[-1], rate)
     inputs = {"x": x, "residual": residual, "bias": bias} | (rng_inputs(key) if rate else {})
     return apply(dropout_add_operation, spec, inputs, pairs=("rng",))["y"]
 
@@ -134,9 +147,10 @@ def drop_path(x: Any, residual: Any, rate: float, key: Any, qkv_format: str = "b
     """residual + x, each sample of x dropped with probability ``rate`` in (0, 1), what stays divided by 1 - rate: stochastic depth
     (Huang et al. 2016). ``x``, ``residual``: h (b, s, N), (s, b, N) with "sbhd", (t, N) with "thd" and ``cu_seqlens``, int32 (b + 1,).
     ``key``: a JAX key. Returns h like x."""
-    x = jnp.asarray(x)
+    x, rate = as_array("drop_path", "x", x), as_number("drop_path", "rate", rate, above=0.0, below=1.0)
     if key is None or x.ndim < 1:
         raise ShapeError(expected("drop_path", "key, x", f"{key}, shape {x.shape}", "a JAX key and shape (..., features)"))
-    spec = DropPathSpec(x.shape[-1], float(rate), qkv_format)
+    spec = DropPathSpec(x.shape[-1], rate, qkv_format)
+    check_sums("drop_path", {"cu_seqlens": cu_seqlens}, "cu_seqlens", x.shape[0])
     inputs = {"x": x, "residual": residual, "starts": cu_seqlens, **rng_inputs(key)}
     return apply(drop_path_operation, spec, inputs, pairs=("rng",))["y"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
-from fp8kit_torch.dot_product_attention import DotProductAttention, one_of
+from fp8kit_torch.dot_product_attention import DotProductAttention, check_values, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import Init, want_input
@@ -127,7 +127,7 @@ class MultiheadAttention(torch.nn.Module):
         """
         op = "MultiheadAttention"
         known_options(op, options)
-        x = want_input(op, "hidden_states", hidden_states, self.proj.out_features)
+        x = want_input(op, "hidden_states", hidden_states, self.proj.out_features, self.core_attention.qkv_format)
         bias = "add" if self.proj.use_bias and not self.return_bias else "none"
         options = options | {"attention_mask": attention_mask, "attn_mask_type": attn_mask_type, "window_size": window_size,
                     "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
@@ -156,7 +156,9 @@ class MultiheadAttention(torch.nn.Module):
             got, wanted = ("None", "a tensor") if cross else ("a tensor", "None")
             raise Fp8kitError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
         self.core_attention.check_options(options)
-        source = None if self.key_value is None else want_input(op, "encoder_output", encoder_output, self.key_value.in_features)
+        form = self.core_attention.qkv_format
+        source = None if self.key_value is None else want_input(op, "encoder_output", encoder_output, self.key_value.in_features, form)
+        check_values(op, form, options, x.shape, x.shape if source is None else source.shape)
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:
             out = first.branch(x, is_first_microbatch, first.bias_mode, residual, return_norm)

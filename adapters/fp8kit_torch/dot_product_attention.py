@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import integer
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_steps import cached_mask
+from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
 from fp8kit_torch.draws import next_rng
@@ -20,9 +23,10 @@ from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.module import ParameterModule
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
-from fp8kit_torch.views import kind_of
+from fp8kit_torch.views import as_view, kind_of
 
 _ALIASES = ("padding,causal", "causal,padding")
+_SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
 
 
@@ -88,7 +92,7 @@ class DotProductAttention(ParameterModule):
         self.attention_type = one_of(op, "attention_type", attention_type, ("self", "cross"))
         self.softmax_type = one_of(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
         self.window_size, self.bottom_right_diagonal = _window(op, window_size), bottom_right_diagonal
-        self.layer_number, self.name = layer_number, name
+        self.layer_number, self.name = None if layer_number is None else integer(op, "layer_number", layer_number), name
         if self.softmax_type == "learnable":
             self.add_parameter("softmax_offset", (num_attention_heads,), torch.nn.init.zeros_, torch.float32, device)
 
@@ -108,6 +112,8 @@ class DotProductAttention(ParameterModule):
           (``qkv_interleave_dim`` -3), or head after head, each q, k, v (-2; only where g = h).
         * ``cu_seqlens_q``, ``cu_seqlens_kv``: int32 (b + 1,), running sums of the true lengths, for padding masks; with "thd"
           ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded`` say where the sequences start, if there are gaps (``pad_between_seqs``).
+          They start at 0, never fall and end at most at t; no sequence is longer than s or ``max_seqlen_q``. Other values are an
+          ArgumentError on the CPU; on a GPU nobody looks at them: then rows may come out wrong, but nothing out of bounds is touched.
         * ``max_seqlen_q``, ``max_seqlen_kv``: for "thd"; None asks cu_seqlens, which waits for the device, and rounds up to 64.
         * ``attention_mask``: True masks out. With "arbitrary": bool (1 | b, 1 | h, 1 | s_q, s_kv). With a padding mask and no cu_seqlens:
           bool (b, 1, 1, s) of q, or a pair for q and k, padding last.
@@ -177,6 +183,10 @@ class DotProductAttention(ParameterModule):
             inputs.update(step)
         elif form == "thd":
             longest = (_longest(op, "q", max_seqlen_q, inputs), _longest(op, "kv", max_seqlen_kv, inputs))
+        if inference_params is None:
+            q = inputs["q"] if "q" in inputs else inputs["qkv"]
+            k = inputs["k"] if "k" in inputs else inputs["kv"] if "kv" in inputs else inputs["qkv"]
+            check_values(op, form, inputs, q.shape, k.shape, longest)
         dropout = self.attention_dropout if self.training else 0.0
         if dropout:
             inputs["rng"] = next_rng(device)
@@ -278,6 +288,20 @@ def counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None
     return found
 
 
+def check_values(operation: str, form: str, options: Mapping[str, Any], queries: Sequence[int], keys: Sequence[int],
+                 longest: tuple[int, int] = (0, 0)) -> None:
+    """ArgumentError for ``cu_seqlens_*`` on the CPU that do not fit queries and keys of these shapes, s or t among them. Within
+    ``torch.compile`` and for tensors without values nobody looks."""
+    if torch.compiler.is_compiling():
+        return
+    views = {name: as_view(options[name]) for name in _SUMS if type(options.get(name)) is Tensor and options[name].device.type == "cpu"}
+    for side, shape, most in zip(("q", "kv"), (queries, keys), longest, strict=True):
+        at = max(form.find("s"), 0)
+        if views and len(shape) > at:
+            check_sequences(operation, views, f"cu_seqlens_{side}", shape[0] if form == "thd" else None,
+                            most or None if form == "thd" else shape[at])
+
+
 def _longest(operation: str, side: str, given: int | None, inputs: dict[str, Tensor]) -> int:
     """The longest sequence: what was given, or what cu_seqlens say."""
     if given is not None:
@@ -288,4 +312,8 @@ def _longest(operation: str, side: str, given: int | None, inputs: dict[str, Ten
         raise Fp8kitError(expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"))
     if torch.compiler.is_compiling():
         raise Fp8kitError(expected(operation, f"max_seqlen_{side}", None, "an int, within torch.compile"))
-    return max(_STEP, -(-int(lengths.diff().max()) // _STEP) * _STEP)
+    if lengths.ndim != 1 or not lengths.numel() or lengths.is_meta:
+        return _STEP  # refused with the shapes
+    sums = lengths.cpu().numpy()
+    check_sums(operation, f"cu_seqlens_{side}", sums, None)
+    return max(_STEP, -(-int(np.diff(sums).max(initial=0)) // _STEP) * _STEP)

@@ -28,7 +28,7 @@ from fp8kit_torch import extra_state, recompute
 from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.ops import FORWARD, NEITHER
-from fp8kit_torch.plans import Call, amax_views, call, scale_views
+from fp8kit_torch.plans import Call, amax_views, argument_of, call, scale_views
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import fp8_text, layer_spec, layer_text, products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
@@ -426,16 +426,20 @@ def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
     x = tensors["x"]
     device, dtype = x.device, x.dtype
     for name, tensor in tensors.items():
+        argument = argument_of(operation, name, tuple(tensors))
         if tensor.device != device:
-            raise BackendError(expected(operation, name, f"device {tensor.device}", f"device {device}, as x"))
+            raise BackendError(expected(operation, argument, f"device {tensor.device}", f"device {device}, as inp"))
         if tensor.dtype is not dtype:
-            raise FormatError(expected(operation, name, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as x"))
+            raise FormatError(expected(operation, argument, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as inp"))
 
 
-def want_input(operation: str, argument: str, value: Any, features: int) -> Tensor:
-    """A tensor whose last dimension is ``features``. Fp8kitError kinds otherwise."""
+def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
+    """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``. Fp8kitError kinds otherwise."""
     if not isinstance(value, torch.Tensor):
         raise Fp8kitError(expected(operation, argument, type(value).__name__, "a torch.Tensor"))
     if value.ndim < 1 or value.shape[-1] != features:
         raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
+    if qkv_format is not None and value.ndim != len(qkv_format) - 1:
+        wanted = f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"
+        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", wanted))
     return value

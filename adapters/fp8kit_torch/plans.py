@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import get_policy, policy_context
-from fp8kit.errors import BackendError, FormatError, expected
+from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
 from fp8kit.formats import DType, float32
 from fp8kit.ops.linear import weight_cast
 from fp8kit.ops.product import ProductSpec
@@ -32,6 +32,14 @@ from fp8kit.spec import Meta, Signature
 from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import dtype_of, kind_of
 
+# an operation's input -> what errors call it: the argument of forward, or the parameter
+_LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer", "kv": "kv_layer", "qkv": "qkv_layer", "bias": "core_attention_bias",
+           "mask": "attention_mask"}
+_PARAMETERS = {"x": "inp", "weight0": "weight", "bias0": "bias", "norm_weight": "layer_norm_weight", "norm_bias": "layer_norm_bias",
+               "fc1_weight0": "fc1_weight", "fc1_bias0": "fc1_bias", "fc2_weight0": "fc2_weight", "fc2_bias0": "fc2_bias"}
+_ARGUMENTS = {"attention": _LAYERS, "cached_attention": _LAYERS, "linear": _PARAMETERS, "norm_linear": _PARAMETERS,
+              "norm_mlp": _PARAMETERS, "norm": {"x": "inp", "norm_weight": "weight", "norm_bias": "bias"},
+              "cross_entropy": {"logits": "inp", "targets": "target"}}
 _OUTPUTS = {"attention": ("o",), "cross_entropy": ("loss",)}  # of operations that have another than "y"
 Views = dict[str, ArrayView]
 _ALIGNMENT = 256  # bytes, of every buffer in a block
@@ -103,7 +111,8 @@ class Call:
         device = tensors[0].device
         for name, tensor in zip(self.names, tensors, strict=True):
             if tensor.device != device:
-                raise BackendError(expected(self.operation.name, name, f"device {tensor.device}", f"device {device}, as {self.names[0]}"))
+                raise BackendError(expected(self.operation.name, argument_of(self.operation.name, name, self.names),
+                                            f"device {tensor.device}", f"device {device}, as {self.names[0]}"))
         return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, device)
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
@@ -115,8 +124,20 @@ class Call:
             kinds = [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
             if len(self.plans) >= _PLAN_LIMIT:
                 self.plans.clear()
-            found = self.plans[key] = Ready(self, kinds, needs, device, kernels)
+            try:
+                found = self.plans[key] = Ready(self, kinds, needs, device, kernels)
+            except (ShapeError, FormatError) as error:
+                argument = str(error).split(": ", 2)[1:2]
+                if not argument or argument[0] not in self.names:
+                    raise
+                raise renamed(error, self.operation.name, argument_of(self.operation.name, argument[0], self.names)) from None
         return found
+
+
+def argument_of(operation: str, name: str, names: Sequence[str]) -> str:
+    """What errors call an operation's input: a parameter in several segments keeps its number."""
+    several = name.endswith("0") and f"{name[:-1]}1" in names
+    return name if several else _ARGUMENTS.get(operation, {}).get(name, name)
 
 
 @lru_cache(maxsize=4096)

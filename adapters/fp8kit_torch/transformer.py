@@ -133,7 +133,7 @@ class TransformerLayer(torch.nn.Module):
         """
         op = "TransformerLayer"
         known_options(op, options)
-        x = want_input(op, "hidden_states", hidden_states, self.hidden_size)
+        x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)
         if self.inter_attention is not None and encoder_output is None:
             raise Fp8kitError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))
         for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):

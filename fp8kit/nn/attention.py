@@ -10,7 +10,7 @@ from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected, on_behalf_of
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, later
@@ -58,6 +58,7 @@ class MultiheadAttention(Module):
 
     argument_names: ClassVar[dict[str, str]] = {"x": "hidden_states", "freqs": "rotary_pos_emb", "k_freqs": "rotary_pos_emb"}
 
+    @on_behalf_of("MultiheadAttention", eps="layernorm_epsilon")
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None, attention_dropout: float = 0.1,
                  layernorm_epsilon: float = 1e-5, init_method: Init | None = None, output_layer_init_method: Init | None = None,
                  layer_number: int | None = None, attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,

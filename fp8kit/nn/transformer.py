@@ -10,7 +10,7 @@ from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError, expected, on_behalf_of
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention, known_options, sequence_starts
 from fp8kit.nn.embedding import dropout_spec
@@ -25,6 +25,9 @@ from fp8kit.ops.dropout_add import dropout_add
 
 # what the attention across has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
+# the arguments of the attention across, and what the layer calls them
+_ACROSS = {"attn_mask_type": "enc_dec_attn_mask_type", "window_size": "enc_dec_window_size", "attention_mask": "enc_dec_attn_mask",
+           "bottom_right_diagonal": "enc_dec_bottom_right_diagonal"}
 # whether a residual starts after a branch's norm -> its name among the branch's outputs, and how to ask for it
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
@@ -56,6 +59,7 @@ class TransformerLayer(Module):
     Raises Fp8kitError for arguments out of their range.
     """
 
+    @on_behalf_of("TransformerLayer", eps="layernorm_epsilon", attn_mask_type="self_attn_mask_type", qkv_format="attn_input_format")
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
                  layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
                  init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
@@ -107,8 +111,9 @@ class TransformerLayer(Module):
                                         input_layernorm=not output_layernorm)
         self.inter_attention: MultiheadAttention | None = None
         if decoder:
-            self.inter_attention = attention("inter_attention", enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal,
-                                             input_layernorm=True, attention_type="cross")
+            with on_behalf_of(op, **_ACROSS):
+                self.inter_attention = attention("inter_attention", enc_dec_attn_mask_type, enc_dec_window_size,
+                                                 enc_dec_bottom_right_diagonal, input_layernorm=True, attention_type="cross")
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method, activation=activation,
             activation_params=activation_params, output_layer_init_method=output_layer_init_method,
@@ -149,13 +154,15 @@ class TransformerLayer(Module):
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
-        attention.check(op, x, None, own)
+        with on_behalf_of(op, attn_mask_type="self_attn_mask_type"):
+            attention.check("attention", x, None, own)
         across: dict[str, Any] = {}
         if self.inter_attention is not None:
             across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
             across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
                        "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
-            self.inter_attention.check(op, x, encoder_output, across)
+            with on_behalf_of(op, **_ACROSS):
+                self.inter_attention.check("attention", x, encoder_output, across)
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
             out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, residual=True)

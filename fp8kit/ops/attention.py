@@ -19,7 +19,7 @@ from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.ops.attention_spec import FORMATS, LAYOUTS, MASKS, AttentionSpec, batch_of, check, check_starts, length_of
-from fp8kit.ops.values import check_sequences
+from fp8kit.ops.values import check_lengths
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 __all__ = ["FORMATS", "LAYOUTS", "MASKS", "Attention", "AttentionSpec", "attention"]
@@ -118,7 +118,7 @@ class Attention(Operation):
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         spec, dense = plan.spec, plan.extra
-        check_values(spec, inputs, self.name)
+        check_lengths(self.name, spec, inputs)
         if dense is None:
             out = _there(outputs["o"])
             if out.size:  # tokens without keys: the sums of no rows are 0
@@ -152,14 +152,6 @@ class Attention(Operation):
 
 
 attention = Attention()
-
-
-def check_values(spec: AttentionSpec, inputs: Views, operation: str) -> None:
-    """ArgumentError for ``cu_seqlens_*`` on the CPU whose values do not fit q, k and v."""
-    for side, parts, longest in (("q", "q", spec.max_seqlen_q), ("kv", "k", spec.max_seqlen_kv)):
-        shape = next(_there(inputs[name]).shape for name, held in LAYOUTS[spec.layout].items() if parts in held)
-        total, most = (shape[0], longest) if spec.packed else (None, length_of(spec.qkv_format, shape))
-        check_sequences(operation, inputs, f"cu_seqlens_{side}", total, most)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from fp8kit.ops.attention import (
     unpacked,
 )
 from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
-from fp8kit.ops.values import check_sequences
+from fp8kit.ops.values import check_lengths
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 _NAME = "cached_attention"
@@ -106,10 +106,7 @@ class CachedAttention(Operation):
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         """Write the new keys and values into the caches, and attend over all of the sequences' positions. Nothing where none is new.
         ArgumentError for running sums on the CPU that are none (``ops.values``)."""
-        if plan.spec.packed:
-            q = inputs[next(iter(LAYOUTS[plan.spec.layout]))]
-            assert q is not None
-            check_sequences(_NAME, inputs, "cu_seqlens_q", q.shape[0], plan.spec.max_seqlen_q)
+        check_lengths(_NAME, plan.spec, inputs, ("q",))
         if plan.extra is None:
             return
         spec, kernels = plan.spec, plan.kernels

@@ -7,6 +7,7 @@ operations look when they run, before any kernel; doors before they allocate by 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.errors import ArgumentError, expected
+from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, length_of
 from fp8kit.spec import Views
 
 _SHOWN = 12  # entries of an array in an error
@@ -47,6 +49,17 @@ def check_sequences(operation: str, views: Views, name: str, total: int | None, 
         check_sums(operation, name, sums, total if starts is None else None, longest)
     if sums is not None and starts is not None and total is not None and starts.shape == sums.shape:
         check_starts_fit(operation, f"{name}_padded", starts, sums, total)
+
+
+def check_lengths(operation: str, spec: AttentionSpec, views: Views, sides: Iterable[str] = ("q", "kv")) -> None:
+    """``check_sequences`` of an attention's ``cu_seqlens_q`` and ``cu_seqlens_kv``, or one of them, by its inputs q, k and v."""
+    if spec.padded:
+        for side in sides:
+            view = next(views[name] for name, parts in LAYOUTS[spec.layout].items() if side[0] in parts)
+            assert view is not None
+            longest = spec.max_seqlen_q if side == "q" else spec.max_seqlen_kv
+            total, most = (view.shape[0], longest) if spec.packed else (None, length_of(spec.qkv_format, view.shape))
+            check_sequences(operation, views, f"cu_seqlens_{side}", total, most)
 
 
 def check_indices(operation: str, name: str, view: ArrayView | None, count: int, ignored: int | None = None) -> None:

@@ -3,10 +3,9 @@
 Running sums (cu_seqlens and the like, int32 (b + 1,)) are right where they start at 0, never fall and end at most at the total (t tokens;
 b * s positions), and where no sequence is longer than s, or than max_seqlen. Starts, the last of which is an end, lie in [0, t], the first
 of them anywhere, and leave room for each sequence before the next. Other values are the caller's error: operations refuse them on the CPU
-(``ops.values``). On a device nobody looks, and an engine is safe for any values: it reads and writes nothing out of bounds, and writes all
-of its outputs. Sequence n then starts at starts[n], clamped to [0, t], and has lengths[n + 1] - lengths[n] tokens (in 64 bits), clamped to
-[0, t - start]; in a padded batch, to [0, s]. A token that no sequence so understood holds is 0 in the output; which of them a token gets
-that several hold is not said, but it is one of them, NaN, or 0.
+(``ops.values``). On a device nobody looks, and an engine is safe for any values: it reads and writes nothing out of bounds and writes all
+of its outputs, each entry counting as clamped to [the one before, t], or each length to [0, s]. Rows of no sequence so understood are 0;
+the others have no meaning.
 """
 
 from __future__ import annotations
@@ -134,8 +133,8 @@ class Attentions(Protocol):
     def unpack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
         """Sequences that lie one after the other, made a padded batch: y[b, i] = x[starts[b] + i] for i < lengths[b + 1] - lengths[b], 0
         beyond. x: h (t, n); y: h (b, s, n); lengths, starts: int32 (b + 1,), running sums (of true and of padded lengths; the same array
-        where nothing lies between the sequences), of any values: those that are none count as clamped, see the head of this file."""
+        where nothing lies between the sequences)."""
 
     def pack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
         """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence, NaN in rows of a sequence beyond its first s.
-        x: h (b, s, n); y: h (t, n); lengths and starts of any values, as above."""
+        x: h (b, s, n); y: h (t, n)."""

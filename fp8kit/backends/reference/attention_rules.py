@@ -139,7 +139,7 @@ def blocks(sizes: Sizes, depth: int, extras: AttentionExtras, spec: AttentionSpe
 
 def true_lengths(cu_seqlens: ArrayView | None, batches: int, length: int) -> Array:
     """True length of each batch."""
-    return np.full(batches, length) if cu_seqlens is None else np.clip(np.diff(cu_seqlens.numpy().astype(np.int64)), 0, length)
+    return np.full(batches, length) if cu_seqlens is None else np.minimum(np.diff(cu_seqlens.numpy()), length)
 
 
 class Scores:

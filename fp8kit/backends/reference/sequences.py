@@ -13,7 +13,7 @@ def unpack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: Arr
     """``y[b, i] = x[starts[b] + i]`` within each sequence, 0 beyond; see ``protocol.Kernels.unpack_sequences``."""
     source, target = x.numpy(), y.numpy()
     target[...] = 0
-    for batch, start, length in _sequences(lengths, starts, len(source)):
+    for batch, start, length in _sequences(lengths, starts):
         kept = min(length, target.shape[1])
         target[batch, :kept] = source[start : start + kept]
 
@@ -22,14 +22,13 @@ def pack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: Array
     """``y[starts[b] + i] = x[b, i]``, 0 in rows of no sequence; see ``protocol.Kernels.pack_sequences``."""
     source, target, longest = x.numpy(), y.numpy(), x.shape[1]
     target[...] = 0
-    for batch, start, length in _sequences(lengths, starts, len(target)):
+    for batch, start, length in _sequences(lengths, starts):
         target[start : start + length] = np.nan
         target[start : start + min(length, longest)] = source[batch, :length]
 
 
-def _sequences(lengths: ArrayView, starts: ArrayView, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(batch, first row, length) of each sequence, clamped to the tokens that there are."""
-    sums, first = lengths.numpy().astype(np.int64), np.clip(starts.numpy().astype(np.int64), 0, tokens)
+def _sequences(lengths: ArrayView, starts: ArrayView) -> Iterator[tuple[int, int, int]]:
+    """(batch, first row, length) of each sequence."""
+    sums, first = lengths.numpy(), starts.numpy()
     for batch in range(len(sums) - 1):
-        start = int(first[batch])
-        yield batch, start, min(max(int(sums[batch + 1] - sums[batch]), 0), tokens - start)
+        yield batch, int(first[batch]), int(sums[batch + 1] - sums[batch])

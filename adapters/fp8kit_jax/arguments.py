@@ -1,0 +1,52 @@
+"""Checks of the functions' arguments before anything is traced: arrays by name, numbers, and values that can be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8kit.arguments import number, shown
+from fp8kit.arrays import ArrayView, as_view
+from fp8kit.errors import FormatError, expected
+from fp8kit.ops.values import check_indices, check_sequences
+
+
+def as_array(operation: str, argument: str, value: Any) -> Any:
+    """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for anything else."""
+    try:
+        if value is not None:
+            return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise FormatError(expected(operation, argument, "None" if value is None else shown(value), "an array"))
+
+
+def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:
+    """A static number within ``limits`` (``fp8kit.arguments.number``), also as an array without dimensions. ArgumentError for others."""
+    if not isinstance(value, jax.core.Tracer) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    return number(operation, argument, value, **limits)
+
+
+def check_sums(operation: str, arrays: Mapping[str, Any], name: str, total: int | None, longest: int | None = None) -> None:
+    """ArgumentError for running sums ``name``, int32 (b + 1,), and their ``_padded`` twin, that do not fit ``total`` tokens and sequences
+    up to ``longest``: for arrays on the CPU that have values. Traced ones are looked at when the program runs."""
+    check_sequences(operation, {key: _host(arrays.get(key)) for key in (name, f"{name}_padded")}, name, total, longest)
+
+
+def check_targets(operation: str, argument: str, targets: Any, classes: int, ignored: int) -> None:
+    """ArgumentError for targets that are no classes, as ``check_sums``."""
+    check_indices(operation, argument, _host(targets), classes, ignored)
+
+
+def _host(value: Any) -> ArrayView | None:
+    if value is None or isinstance(value, jax.core.Tracer):
+        return None
+    if isinstance(value, jax.Array) and not (value.is_fully_addressable and all(d.platform == "cpu" for d in value.devices())):
+        return None
+    host = np.asarray(value)
+    return as_view(host) if host.dtype.kind in "iu" else None
