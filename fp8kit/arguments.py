@@ -15,6 +15,8 @@ import numpy as np
 
 from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, expected
 
+_NO_NUMBER = bool | np.timedelta64  # though Python and NumPy count them among the ints
+
 
 def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = ArgumentError) -> bool:
     """A bool, or 0 or 1."""
@@ -26,7 +28,7 @@ def flag(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Argume
 def integer(operation: str, name: str, value: Any, least: int | None = None, most: int | None = None,
             kind: type[Fp8kitError] = ArgumentError) -> int:
     """An int in [least, most]; a bool is none."""
-    fits = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    fits = isinstance(value, int | np.integer) and not isinstance(value, _NO_NUMBER)
     if fits and (least is None or value >= least) and (most is None or value <= most):
         return int(value)
     limits = {(False, False): "", (True, False): f" >= {least}", (False, True): f" <= {most}", (True, True): f" in [{least}, {most}]"}
@@ -36,7 +38,7 @@ def integer(operation: str, name: str, value: Any, least: int | None = None, mos
 def number(operation: str, name: str, value: Any, below: float = math.inf, kind: type[Fp8kitError] = ArgumentError,
            least: float = 0.0, above: float | None = None) -> float:
     """A finite number in [least, below), or in (above, below)."""
-    real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, _NO_NUMBER)
     try:
         if real and math.isfinite(value) and value < below and (value >= least if above is None else value > above):
             return float(value)
@@ -60,6 +62,13 @@ def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = Ar
     if not callable(value):
         raise kind(expected(operation, name, shown(value), "a function"))
     return value  # type: ignore[no-any-return]
+
+
+def listed(operation: str, name: str, value: Any, wanted: str, kind: type[Fp8kitError] = ArgumentError) -> list[Any]:
+    """What an iterable holds; a string and an array are none."""
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | np.ndarray):
+        return list(value)
+    raise kind(expected(operation, name, shown(value), wanted))
 
 
 def sizes(operation: str, values: Iterable[Any], kind: type[Fp8kitError]) -> tuple[int, ...]:

@@ -314,7 +314,7 @@ def provider(where: Device) -> DeviceProvider:
     """The provider of a device, imported at its first use; BackendError when the kind is unknown or its library is missing."""
     try:
         found = _PROVIDERS.get(where.kind)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError):  # what is none, or cannot be hashed
         raise BackendError(expected("device", "value", shown(where), "a Device, such as arrays.CPU")) from None
     if found is None:
         if where.kind not in _LOADERS:
@@ -428,7 +428,10 @@ def contiguous(view: ArrayView) -> ArrayView:
     if view.contiguous:
         return view
     native = provider(view.device).native(view.view(_BITS[view.dtype.itemsize]))
-    return as_view(native.copy(order="C")).view(view.dtype)
+    try:
+        return as_view(native.copy(order="C")).view(view.dtype)
+    except MemoryError as error:
+        raise BackendError(f"contiguous: {view.nbytes} bytes on {view.device} cannot be had ({error})") from None
 
 
 def as_view(array: Any, operation: str = "as_view", argument: str = "array") -> ArrayView:
@@ -485,11 +488,14 @@ class _Fixed:
 
 
 def _from_cuda_interface(array: Any) -> ArrayView:
-    interface = array.__cuda_array_interface__
-    kind = formats.dtype(np.dtype(array.dtype) if hasattr(array, "dtype") else interface["typestr"])
-    strides = interface.get("strides")
     number = array.device.id if hasattr(getattr(array, "device", None), "id") else 0
-    ptr, read_only = interface["data"]
+    try:
+        interface = array.__cuda_array_interface__
+        kind = formats.dtype(np.dtype(array.dtype) if hasattr(array, "dtype") else interface["typestr"])
+        strides, (ptr, read_only), _ = interface.get("strides"), interface["data"], interface["shape"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        got = f"{type(array).__name__} with a __cuda_array_interface__ that is incomplete ({error})"
+        raise FormatError(expected("as_view", "array", got, "typestr, shape and data, as the interface has it")) from None
     return ArrayView(
         ptr, tuple(interface["shape"]), kind, Device("cuda", number), _Fixed(array) if read_only else array,
         None if strides is None else tuple(s // kind.itemsize for s in strides),
@@ -514,7 +520,8 @@ def to_library(view: ArrayView, like: Any) -> Any:
 
 def as_sizes(shape: int | Sequence[int]) -> Shape:
     """A shape argument as a tuple; ShapeError for negative or non-integer entries."""
-    extents = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str | bytes) else (shape,)
-    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) and 0 <= n < 2**63 for n in extents):
+    one_by_one = isinstance(shape, Iterable) and not isinstance(shape, str | bytes | np.ndarray)
+    extents: tuple[Any, ...] = tuple(shape) if one_by_one else (shape,)  # type: ignore[arg-type]
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool | np.timedelta64) and 0 <= n < 2**63 for n in extents):
         raise ShapeError(expected("shape", "shape", shown(shape), "non-negative integers"))
-    return tuple(int(n) for n in extents)
+    return tuple(map(index, extents))

@@ -78,6 +78,7 @@ class DLManagedTensorVersioned(ctypes.Structure):
     )
 
 
+_WANTED = "an array that DLPack hands over"
 _Managed = DLManagedTensor | DLManagedTensorVersioned
 
 # capsule name -> (struct, name after a consumer has taken it)
@@ -148,10 +149,13 @@ def import_(array: Any) -> ArrayView:
     """
     from fp8kit import arrays
 
-    code, index = array.__dlpack_device__()
+    try:
+        code, index = map(int, array.__dlpack_device__())
+    except Exception as error:  # the producer's own kinds: whatever they are, there is no array here
+        raise FormatError(expected("dlpack", "array", f"{type(array).__name__} that does not say its device ({error})", _WANTED)) from error
     if code not in _DEVICE_KINDS:
         raise BackendError(expected("dlpack", "device", f"type {code}", f"one of {', '.join(_DEVICE_CODES)}"))
-    where = arrays.Device(_DEVICE_KINDS[int(code)], int(index))
+    where = arrays.Device(_DEVICE_KINDS[code], index)
     # None means the host has no streams; 0 is ambiguous on CUDA and forbidden, 1 is its legacy default stream
     stream = {} if where.kind == "cpu" else {"stream": arrays.current_stream(where) or 1}
     capsule = _ask(array, stream)
@@ -195,13 +199,16 @@ def _ask(array: Any, stream: dict[str, int]) -> Any:
             return array.__dlpack__(**stream, max_version=VERSION)
         except TypeError:
             return array.__dlpack__(**stream)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise FormatError(f"dlpack: {type(array).__name__}: the producer does not export it ({error})") from error
+    except (AttributeError, BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise FormatError(expected("dlpack", "array", f"{type(array).__name__} that does not export itself ({error})", _WANTED)) from error
 
 
 def _managed(capsule: Any) -> tuple[_Managed, bytes]:
     """The struct inside a capsule that nobody has taken yet, and the capsule's name."""
-    name = _capsule_name(capsule)
+    try:
+        name = _capsule_name(capsule)
+    except ValueError:  # no capsule
+        name = type(capsule).__name__
     if name not in _CAPSULES:
         raise FormatError(expected("dlpack", "capsule", repr(name), "an unused dltensor or dltensor_versioned"))
     return _CAPSULES[name][0].from_address(_capsule_pointer(capsule, name)), name

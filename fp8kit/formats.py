@@ -205,7 +205,7 @@ def dtype_from_dlpack(code: int, bits: int) -> DType:
     """The DType of a DLPack (type code, bits) pair; FormatError where fp8kit has none."""
     try:
         return _BY_DLPACK[(code, bits)]
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         raise FormatError(expected("dlpack", "dtype", f"type code {code}, {bits} bits", "a type in fp8kit.formats.DTYPES")) from None
 
 

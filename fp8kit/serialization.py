@@ -104,8 +104,12 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     cannot hold; OSError when the disk refuses.
     """
     target = Path(os.path.realpath(arguments.path("save", path)))
-    if not target.parent.is_dir() or target.is_dir():
-        raise CheckpointError(expected("save", "path", str(target), "a file in a folder that exists"))
+    try:
+        usable = target.parent.is_dir() and not target.is_dir()
+    except OSError:  # a name that no file can have
+        usable = False
+    if not usable:
+        raise CheckpointError(expected("save", "path", arguments.shown(str(target), 200), "a file in a folder that exists"))
     state = module if isinstance(module, Mapping) else _stateful("save", module).state_dict()
     host = {str(name): _host(str(name), array) for name, array in state.items()}
     if metadata is not None and not isinstance(metadata, Mapping):

@@ -108,11 +108,11 @@ class Call:
     def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...]) -> Ready:
         """The plan for these tensors; made once for their shapes and dtypes and the policy in force. Raises what ``infer`` raises, and
         BackendError when tensors live on different devices."""
-        device = tensors[0].device
+        device, operation = tensors[0].device, self.operation.name
         for name, tensor in zip(self.names, tensors, strict=True):
             if tensor.device != device:
-                raise BackendError(expected(self.operation.name, argument_of(self.operation.name, name, self.names),
-                                            f"device {tensor.device}", f"device {device}, as {self.names[0]}"))
+                raise BackendError(expected(operation, argument_of(operation, name, self.names), f"device {tensor.device}",
+                                            f"device {device}, as {argument_of(operation, self.names[0], self.names)}"))
         return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, device)
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:

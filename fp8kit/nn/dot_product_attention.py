@@ -292,13 +292,13 @@ def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | Non
         raise ShapeError(expected(operation, "attention_mask", f"{len(masks)} arrays", "one, or a pair for queries and keys"))
     found: dict[str, Any] = {}
     for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), masks, strict=True):
-        host = as_tensor(operation, "attention_mask", mask).view.numpy() != 0
-        if host.ndim != 4 or host.shape[1:3] != (1, 1):
-            raise ShapeError(expected(operation, "attention_mask", f"shape {host.shape}", "(batch, 1, 1, sequence)"))
-        if lengths is not None and host.shape[3] != lengths[len(found)]:
+        view = as_tensor(operation, "attention_mask", mask).view
+        if view.ndim != 4 or view.shape[1:3] != (1, 1):
+            raise ShapeError(expected(operation, "attention_mask", f"shape {view.shape}", "(batch, 1, 1, sequence)"))
+        if lengths is not None and view.shape[3] != lengths[len(found)]:
             wanted = f"(batch, 1, 1, {lengths[len(found)]}) for {'keys' if found else 'queries'}, a pair where the lengths differ"
-            raise ShapeError(expected(operation, "attention_mask", f"shape {host.shape}", wanted))
-        rows = host[:, 0, 0]
+            raise ShapeError(expected(operation, "attention_mask", f"shape {view.shape}", wanted))
+        rows = view.numpy()[:, 0, 0] != 0
         if (rows[:, :-1] & ~rows[:, 1:]).any():
             raise ShapeError(expected(operation, "attention_mask", "padding before a true position", "padding after all true positions"))
         found[name] = np.concatenate([[0], np.cumsum((~rows).sum(1))]).astype(np.int32)

@@ -77,6 +77,6 @@ def cross_entropy(logits: Any, targets: Any, reduction: str = "mean", label_smoo
         raise ShapeError(expected("cross_entropy", "logits", "no dimension", "(..., classes)"))
     try:
         spec = _loss_spec(x.shape[-1], reduction, label_smoothing, ignore_index)
-    except TypeError:  # one that has no hash: refused by name
+    except (TypeError, ValueError):  # one that has no hash: refused by name
         spec = loss_op.CrossEntropySpec(x.shape[-1], reduction, label_smoothing, ignore_index)
     return apply(loss_op.cross_entropy, spec, {"logits": x, "targets": as_tensor("cross_entropy", "targets", targets)})["loss"]

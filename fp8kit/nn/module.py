@@ -5,7 +5,7 @@ Parameters are attributes of type ``Parameter``, buffers of type ``ArrayView``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from fp8kit import arguments, arrays, formats, serialization
@@ -207,9 +207,7 @@ class ModuleList(Module):
     """Modules in a list; their names in paths are "0", "1", ..."""
 
     def __init__(self, modules: Any = ()) -> None:
-        if not isinstance(modules, Iterable):
-            raise ArgumentError(expected(type(self).__name__, "modules", shown(modules), "Modules"))
-        for module in modules:
+        for module in arguments.listed(type(self).__name__, "modules", modules, "Modules"):
             self.append(module)
 
     def append(self, module: Module) -> None:

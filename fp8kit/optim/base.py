@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fp8kit import arrays, serialization
-from fp8kit.arguments import flag, number, shown
+from fp8kit.arguments import flag, listed, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
@@ -115,9 +115,7 @@ class Optimizer:
 
     def __init__(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], defaults: Group) -> None:
         name = type(self).__name__
-        if not isinstance(params, Iterable):
-            raise ArgumentError(expected(name, "params", type(params).__name__, "tensors, such as model.parameters(), or dicts of them"))
-        given: list[Any] = list(params)
+        given = listed(name, "params", params, "tensors, such as model.parameters(), or dicts of them")
         groups: list[Mapping[str, Any]] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.param_groups: list[Group] = []
         seen: set[int] = set()
@@ -129,9 +127,7 @@ class Optimizer:
             unknown = set(group) - {"params", *defaults}
             if unknown:
                 raise ArgumentError(expected(name, "param_groups", f"unknown {sorted(unknown)}", f"params, {', '.join(defaults)}"))
-            if not isinstance(group["params"], Iterable) or isinstance(group["params"], str | bytes):
-                raise ArgumentError(expected(name, "params", shown(group["params"]), "a list of tensors"))
-            whole: Group = {**defaults, **group, "params": list(group["params"])}
+            whole: Group = {**defaults, **group, "params": listed(name, "params", group["params"], "a list of tensors")}
             for param in whole["params"]:
                 if not isinstance(param, Tensor) or not param.requires_grad or id(param) in seen:
                     what = "a tensor given twice" if id(param) in seen else repr(type(param).__name__)
@@ -268,7 +264,7 @@ class Optimizer:
             got = f"{view.dtype.name} {view.shape} on {view.device}"
             wanted = f"one float32 element on {', '.join(map(str, devices))}"
             raise ShapeError(expected(type(self).__name__, argument, got, wanted))
-        return view
+        return view.reshape(1)
 
     # --- state --------------------------------------------------------------------------------------------------------
 

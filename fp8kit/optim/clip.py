@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fp8kit import arrays
-from fp8kit.arguments import integer, number
+from fp8kit.arguments import integer, listed, number
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, expected
@@ -27,11 +27,9 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, scaler: GradScale
     limit = number(operation, "max_norm", max_norm)
     if limit == 0:
         raise ArgumentError(expected(operation, "max_norm", max_norm, "a positive number"))
-    if not isinstance(params, Iterable):
-        raise ArgumentError(expected(operation, "params", type(params).__name__, "tensors, such as model.parameters()"))
+    given = listed(operation, "params", params, "tensors, such as model.parameters()")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ArgumentError(expected(operation, "scaler", type(scaler).__name__, "a GradScaler or None"))
-    given = list(params)
     for param in given:
         if not isinstance(param, Tensor):
             raise ArgumentError(expected(operation, "params", type(param).__name__, "Tensors"))

@@ -70,7 +70,7 @@ def state_of(given: dict[str, Any]) -> dict[str, bytes]:
 
 def _arrays(value: Any) -> dict[str, Any]:
     if isinstance(value, np.ndarray):
-        return {"": value} if value.dtype != object else {}
+        return {"": value} if value.dtype != object and value.nbytes < 2**30 else {}
     if isinstance(value, arrays.ArrayView | fk.Tensor):
         grad = getattr(value, "grad", None)
         return {"": value.numpy()} | ({"grad": arrays.as_view(grad).numpy()} if isinstance(grad, arrays.ArrayView | np.ndarray) else {})

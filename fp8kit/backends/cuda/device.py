@@ -27,7 +27,8 @@ def cupy() -> Any:
 
 @functools.cache
 def _calls() -> tuple[Any, Any, Any]:
-    """What every operation calls, looked up once: getDevice, alloc, get_current_stream."""
+    """What every operation calls, looked up once: getDevice, alloc, get_current_stream. BackendError where there is no device at all."""
+    provider.check(Device("cuda"))
     return launch.runtime().getDevice, cupy().cuda.alloc, cupy().cuda.get_current_stream
 
 
@@ -78,7 +79,8 @@ class CudaProvider:
         return int(_calls()[2](device.index).ptr)
 
     def synchronize(self, device: Device) -> None:
-        """See ``DeviceProvider``. BackendError for an error that earlier work left."""
+        """See ``DeviceProvider``. BackendError for a device that is not here, and for an error that earlier work left."""
+        self.check(device)
         with launch.current_device(device.index):
             try:
                 launch.runtime().streamSynchronize(self.current_stream(device))

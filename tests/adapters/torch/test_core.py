@@ -70,7 +70,7 @@ def test_plans_are_kept():
     tensors = [torch.ones(4, 16), torch.ones(16), torch.ones(16)]
     assert one.ready(tensors, ()) is one.ready([t.clone() for t in tensors], ())
     assert one.ready(tensors, ("x",)) is not one.ready(tensors, ())
-    with pytest.raises(BackendError, match="norm_bias: got device meta, expected device cpu"):
+    with pytest.raises(BackendError, match="norm: bias: got device meta, expected device cpu"):
         one.ready([*tensors[:2], torch.ones(16, device="meta")], ())
 
 

@@ -53,7 +53,7 @@ def test_a_tensor_of_another_device(place, recipe, first, nothing_runs):
         torch_step(layer, layer, RECIPES[recipe], x)
     before = {name: [part.clone() for part in state.parts] for name, state in layer.fp8_meta.items()}
     nothing_runs()
-    with pytest.raises(BackendError, match=rf"got device {device}.*, expected device {place}, as x"), scope(ft, RECIPES[recipe]):
+    with pytest.raises(BackendError, match=rf"got device {device}.*, expected device {place}, as inp"), scope(ft, RECIPES[recipe]):
         layer(torch.ones(4, WIDTH, device=place), is_first_microbatch=first)
     with pytest.raises(FormatError, match=r"got float32, expected float16"), scope(ft, RECIPES[recipe]):
         layer(torch.ones(4, WIDTH, dtype=torch.float16, device=device), is_first_microbatch=first)
