@@ -18,7 +18,7 @@ from fp8kit.ops.values import check_indices, check_sequences
 def as_array(operation: str, argument: str, value: Any) -> Any:
     """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for anything else."""
     try:
-        if value is not None:
+        if not (value is None or isinstance(value, str | bytes)):
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
         pass

@@ -18,7 +18,7 @@ def test_wrong_input_is_refused_before_anything_runs(device, scaled):
     with ft.autocast(enabled=scaled, recipe=RECIPES["delayed"]):
         with pytest.raises(ShapeError, match=r"Linear: inp: got shape \(4, 47\), expected a last dimension of 48"):
             layer(torch.ones(4, 47, device=device))
-        with pytest.raises(FormatError, match=r"linear: weight0: got float32, expected float16"):
+        with pytest.raises(FormatError, match=r"linear: weight: got float32, expected float16"):
             layer(torch.ones(4, WIDTH, device=device, dtype=torch.float16))
         with pytest.raises(FormatError, match="dtype"):
             layer(torch.ones(4, WIDTH, device=device, dtype=torch.complex64))

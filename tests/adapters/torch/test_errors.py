@@ -1,0 +1,54 @@
+"""Errors of the torch door call arguments what the caller calls them, and are the built-in kinds that a caller would guess."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+
+from fp8kit.errors import ArgumentError, Fp8kitError
+
+H, D, T = 2, 4, 5
+WRONG = {"beyond": [0, 2, 9], "not_from_0": [1, 2, 5], "falling": [0, 4, 2], "negative": [0, -3, 2]}
+
+
+def sums(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_running_sums_on_the_cpu_are_looked_at(kind):
+    lengths, x = sums(WRONG[kind]), torch.ones(T, H * D)
+    core = ft.DotProductAttention(H, D, qkv_format="thd", attn_mask_type="padding")
+    with pytest.raises(ArgumentError, match="DotProductAttention: cu_seqlens_q: got "):
+        core(*[x.view(T, H, D)] * 3, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    padded = ft.DotProductAttention(H, D, attn_mask_type="padding")
+    with pytest.raises(ValueError, match="DotProductAttention: cu_seqlens_kv: got "):
+        padded(*[torch.ones(T, 2, H, D)] * 3, cu_seqlens_q=sums([0, 2, 4]), cu_seqlens_kv=lengths)
+    layer = ft.TransformerLayer(H * D, 16, H, attn_input_format="thd", self_attn_mask_type="padding", device="cpu")
+    with ft.autocast(), pytest.raises(ArgumentError, match="cu_seqlens_q: got "):
+        layer(x, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    assert not any(module.fp8_meta for module in layer.modules() if hasattr(module, "fp8_meta"))
+
+
+def test_no_sequences_at_all():
+    none = torch.zeros(0, H, D)
+    core = ft.DotProductAttention(H, D, qkv_format="thd", attn_mask_type="padding")
+    assert core(none, none, none, cu_seqlens_q=sums([0]), cu_seqlens_kv=sums([0])).shape == (0, H * D)
+
+
+def test_names_are_the_callers():
+    for call, said in (
+        (lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4, dtype=torch.float64)), "^linear: inp: got float64"),
+        (lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4).bfloat16()), "^linear: weight: got float32, expected bfloat16"),
+        (lambda: ft.Linear(4, 6, parameters_split=("a", "b"), device="cpu")(torch.ones(2, 4).half()), "^linear: weight0: got float32"),
+        (lambda: ft.TransformerLayer(8, 16, 2, device="cpu")(torch.ones(3, 8)), "^TransformerLayer: hidden_states: got shape"),
+        (lambda: ft.MultiheadAttention(8, 2, qkv_format="thd", attn_mask_type="padding", device="cpu")(torch.ones(3, 1, 8)),
+         "^MultiheadAttention: hidden_states: got shape"),
+        (lambda: ft.DotProductAttention(2, 4, layer_number="x"), "layer_number: got 'x', expected an int"),
+        (lambda: ft.parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 7])), "targets: got 7 among them"),
+    ):  # fmt: skip
+        with pytest.raises(Fp8kitError, match=said):
+            call()
+        with pytest.raises(ValueError, match=said):
+            call()
