@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.backends.policy import get_policy
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.ops import OPS, record_
-from fp8kit_torch.plans import Call, Ready, Views, call
+from fp8kit_torch.plans import Call, Ready, Views, call, policy_now
 from fp8kit_torch.state import ScalingState, finish_backward
 from fp8kit_torch.texts import decode
 
@@ -114,7 +113,7 @@ class Traced(NamedTuple):
 
 @torch.compiler.assume_constant_result
 def _described(
-    name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: tuple[str | None, bool]
+    name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: str
 ) -> tuple[str, tuple[str, ...]]:
     """Text of a call whose spec is given as a text, and names of its outputs."""
     found = call(name, decode(spec), names, gemms, scaled, policy)
@@ -126,8 +125,7 @@ def trace(
     gemm: int | None = None, outputs: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
-    policy = get_policy()
-    text, known = _described(name, spec, names, gemms, state is not None, (policy.backend, policy.deterministic))
+    text, known = _described(name, spec, names, gemms, state is not None, policy_now().text)
     outputs = outputs or known
     needs = ""
     if torch.is_grad_enabled():

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.backends.policy import get_policy
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_steps import cached_mask
@@ -18,6 +17,7 @@ from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.module import ParameterModule
+from fp8kit_torch.plans import policy_now
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import kind_of
@@ -182,7 +182,7 @@ class DotProductAttention(ParameterModule):
             inputs["rng"] = next_rng(device)
         window = self.window_size if window_size is None else _window(op, window_size)
         spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
-                        get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
+                        policy_now().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
         o = run(operation, spec, inputs)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends import dispatch
-from fp8kit.backends.policy import get_policy, policy_context
+from fp8kit.backends.policy import SelectionPolicy, apart, get_policy, policy_context, policy_from_text, traced_policy
 from fp8kit.errors import BackendError, FormatError, expected
 from fp8kit.formats import DType, float32
 from fp8kit.ops.linear import weight_cast
@@ -61,14 +60,15 @@ class Call:
     """What is static about calling an operation.
 
     ``names``: of the input tensors, in order. ``gemms``: prefixes of its GEMMs, none for an operation without FP8. ``scaled``: whether the
-    scales come from a ``ScalingState``. ``policy``: (backend, deterministic) to choose kernels by, () for those in force: a compiled graph
-    keeps those of its forward pass, because its backward pass may run on another thread. ``text``: all this as a string (``texts``).
+    scales come from a ``ScalingState``. ``policy``: text of the policy to choose kernels by, "" for the one in force: a compiled graph
+    keeps that of its forward pass, because its backward pass may run on another thread. ``text``: all this as a string (``texts``).
     """
 
     __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "policy", "scaled", "spec", "text")
 
     def __init__(self, text: str) -> None:
-        name, self.spec, self.names, self.gemms, self.scaled, self.policy = decode(text)
+        name, self.spec, self.names, self.gemms, self.scaled, policy = decode(text)
+        self.policy = policy_from_text(policy) if policy else None
         self.text = text
         self.operation = OPERATIONS[name]
         self.front, self.back = forward_slots(self.gemms), backward_slots(self.gemms)
@@ -108,7 +108,7 @@ class Call:
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
         """``ready`` for tensors of these shapes and dtypes on ``device``."""
-        kernels = _kernels(_place(device), *self.policy) if self.policy else dispatch.kernels(_place(device))
+        kernels = dispatch.kernels(_place(device)) if self.policy is None else self._kernels(_place(device))
         key = (needs, device, id(kernels), *shapes, *dtypes)
         found = self.plans.get(key)
         if found is None:
@@ -119,6 +119,19 @@ class Call:
         return found
 
 
+    def _kernels(self, place: Device) -> Any:
+        """The kernels of the call's own policy. BackendError where that is not what the caller's task has in force."""
+        policy = get_policy()
+        assert self.policy is not None
+        if policy is self.policy:
+            return dispatch.kernels(place)
+        if apart() and torch._C._current_graph_task_id() == -1:
+            got = f"the policy {policy.text} of a block within an asyncio task (or of a context copied into this thread)"
+            raise BackendError(expected(self.operation.name, "policy", got, "a block around the event loop: torch.compile reads no other"))
+        with policy_context(self.policy):
+            return dispatch.kernels(place)
+
+
 @lru_cache(maxsize=4096)
 def call_by(text: str) -> Call:
     """The call that a text describes; one object for one text."""
@@ -126,18 +139,16 @@ def call_by(text: str) -> Call:
 
 
 def call(name: str, spec: Any, names: tuple[str, ...], gemms: tuple[str, ...] = (), scaled: bool = False,
-         policy: tuple[Any, ...] = ()) -> Call:
+         policy: str = "") -> Call:
     """The call of the operation ``name``; one object for equal arguments."""
     return call_by(encode((name, spec, names, gemms, scaled, policy)))
 
 
-def _kernels(place: Device, backend: str | None, deterministic: bool) -> Any:
-    """The kernels of the policy in force, but for these two parts of it."""
-    policy = get_policy()
-    if (policy.backend, policy.deterministic) == (backend, deterministic):
-        return dispatch.kernels(place)
-    with policy_context(replace(policy, backend=backend, deterministic=deterministic)):
-        return dispatch.kernels(place)
+def policy_now() -> SelectionPolicy:
+    """The policy in force, also within ``torch.compile``, which guards it: another one compiles anew."""
+    policy = traced_policy() if torch.compiler.is_compiling() else get_policy()
+    assert policy is not None  # every module asks for it when it is made
+    return policy
 
 
 @lru_cache(maxsize=64)

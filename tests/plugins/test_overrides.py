@@ -10,7 +10,7 @@ import pytest
 
 import fp8kit as fk
 from fp8kit.arrays import CPU, Device
-from fp8kit.backends import dispatch, policy
+from fp8kit.backends import dispatch, manager, policy
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
 from fp8kit.backends.registry import Kind, OpImpl
 
@@ -55,4 +55,4 @@ def test_many_overrides_leave_small_caches(count: int) -> None:
         with policy_context(replace(get_policy(), overrides=(("add", _impl(float(value))),))):
             dispatch.kernels(CPU)
     assert len(policy._INTERNED) <= policy._INTERNED_LIMIT
-    assert len(dispatch._RESOLVED) <= dispatch._RESOLVED_LIMIT
+    assert len(dispatch._TABLE) <= manager._TABLE_LIMIT
