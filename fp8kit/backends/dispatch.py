@@ -1,7 +1,7 @@
 """Choosing implementations: from a device and the policy in force to one object that has every kernel of the contract.
 
-This is the process's own registry and manager. The choice is made once per (device, policy, registry version) and cached, so that a call
-costs one dictionary look-up.
+This is the process's own registry and manager. The choice is made once per device and policy and kept until the registry changes, so that a
+call costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from fp8kit import arrays, settings
 from fp8kit.arguments import choice
 from fp8kit.arrays import Device
 from fp8kit.backends.manager import OpManager, say_once
-from fp8kit.backends.policy import SelectionPolicy, Switch, get_policy
+from fp8kit.backends.policy import _CURRENT, SelectionPolicy, Switch, get_policy
 from fp8kit.backends.protocol import block_shapes
-from fp8kit.backends.registry import IN_TREE, CannotTake, Kind, OpImpl, OpRegistry
+from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, Kind, OpImpl, OpRegistry
 from fp8kit.errors import BackendError, expected
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 _MANAGER = OpManager()
-_TABLE = _MANAGER.table
 registry = _MANAGER.registry
 
 
@@ -71,9 +70,15 @@ def kernels(device: Device) -> Any:
 
     Raises BackendError that names the kernel and each implementation's reason when none may be used.
     """
-    policy = get_policy()
-    found = _TABLE.get((device, id(policy), registry.version))
-    return _MANAGER.choose(device, policy) if found is None else found
+    policy = _CURRENT.get() or get_policy()
+    found = policy.chosen.get(device)
+    return _chosen(device, policy) if found is None else found
+
+
+def _chosen(device: Device, policy: SelectionPolicy) -> Any:
+    with LOCK:  # what is kept here is forgotten with the manager's own when the registry changes
+        policy.chosen[device] = found = _MANAGER.choose(device, policy)
+        return found
 
 
 _FINGERPRINT: tuple[int, str] = (-1, "")

@@ -1,6 +1,6 @@
 """From a kernel, a device and a policy to the implementation that runs: the candidates in order, and what each call goes through.
 
-Every choice is made once per (device, policy, registry version) and kept, so that a call costs one look-up.
+Every choice is made once per device and policy and kept until the registry changes, so that a call costs one look-up.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class OpManager:
 
     def __init__(self, registry: OpRegistry | None = None) -> None:
         self.registry = OpRegistry() if registry is None else registry
-        self.table: dict[tuple[Device, int, int], Any] = {}  # (device, policy's identity, registry's version) -> kernels
+        self.table: dict[tuple[Device, int], Any] = {}  # (device, identity of the policy) -> kernels
+        self.registry.on_change(self._forget)
         self._loaded: set[str] = set()
         self._discovered: tuple[Discovered, ...] | None = None
 
@@ -82,11 +83,15 @@ class OpManager:
                 self._discovered = discovery.discover_plugin(self.registry)
             return self._discovered
 
+    def _forget(self) -> None:
+        for found in self.table.values():
+            found.policy.chosen.clear()
+        self.table.clear()
+
     def reset(self) -> None:
         """Forget everything: implementations, plugins, choices. The next question starts anew."""
         with LOCK:
             self.registry.clear()
-            self.table.clear()
             self._loaded.clear()
             self._discovered = None
 
@@ -172,21 +177,21 @@ class OpManager:
 
         Raises BackendError that names the kernel and each implementation's reason when none may be used.
         """
-        policy = policies.get_policy()
-        found = self.table.get((device, id(policy), self.registry.version))
-        return self.choose(device, policy) if found is None else found
+        return self.choose(device, policies.get_policy())
 
     def choose(self, device: Device, policy: SelectionPolicy) -> Any:
-        """``kernels`` for a policy that is in force, made now and kept."""
+        """``kernels`` for a policy that is or was in force; made once."""
+        found = self.table.get((device, id(policy)))
+        if found is not None:
+            return found
         self.ensure_initialized(device.kind)
         arch = functools.cache(lambda: _arch(device))
         with LOCK:
-            key = (device, id(policy), self.registry.version)
-            if len(self.table) >= _TABLE_LIMIT or any(version != key[2] for _, _, version in self.table):
-                self.table.clear()
+            if len(self.table) >= _TABLE_LIMIT:
+                self._forget()
             # the policy is kept with what was chosen by it: its identity stays its own as long as the key lives
             found = SimpleNamespace(policy=policy, **{name: self._function(name, device, policy, arch) for name in KERNELS})
-            self.table[key] = found
+            self.table[device, id(policy)] = found
             return found
 
     def _function(self, name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> Callable[..., Any]:

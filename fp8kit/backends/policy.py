@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fp8kit import settings
+from fp8kit.arrays import Device
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
 from fp8kit.errors import BackendError, expected
@@ -57,6 +58,7 @@ class SelectionPolicy:
     deterministic: bool = False
     overrides: tuple[tuple[str, OpImpl], ...] = ()
     text: str = field(init=False, compare=False, repr=False)
+    chosen: dict[Device, Any] = field(init=False, compare=False, repr=False, default_factory=dict)  # the process's kernels under it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefer", _kind("prefer", self.prefer))

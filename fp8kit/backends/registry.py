@@ -142,11 +142,21 @@ class OpRegistrySnapshot:
 
 
 class OpRegistry:
-    """Implementations by kernel. Thread-safe; ``version`` grows with every change, so that resolved choices can be cached."""
+    """Implementations by kernel. Thread-safe; ``version`` grows with every change, and who keeps choices is told."""
 
     def __init__(self) -> None:
         self._impls: dict[str, dict[str, OpImpl]] = {}
+        self._forget: list[Callable[[], None]] = []
         self.version = 0
+
+    def on_change(self, forget: Callable[[], None]) -> None:
+        """Call ``forget()`` after each change from now on, before any other thread can see another one."""
+        self._forget.append(forget)
+
+    def _changed(self) -> None:
+        self.version += 1
+        for forget in self._forget:
+            forget()
 
     def register_impl(self, impl: OpImpl) -> None:
         """Add one implementation. BackendError when its ``impl_id`` is taken for that kernel or its function has another signature than the
@@ -159,7 +169,7 @@ class OpRegistry:
             if impl.impl_id in known:
                 raise BackendError(expected("register_impl", "impl_id", repr(impl.impl_id), f"one not yet registered for {impl.op_name}"))
             known[impl.impl_id] = impl
-            self.version += 1
+            self._changed()
 
     def register_many(self, impls: Iterable[OpImpl]) -> None:
         """Add several implementations, all or none. BackendError as ``register_impl``."""
@@ -205,7 +215,7 @@ class OpRegistry:
         """Make the table what it was when ``snapshot`` was taken."""
         with LOCK:
             self._impls = {name: {impl.impl_id: impl for impl in impls} for name, impls in snapshot.impls_by_op.items()}
-            self.version += 1
+            self._changed()
 
     def clear(self) -> None:
         """Forget every implementation, those of fp8kit's own engines too."""

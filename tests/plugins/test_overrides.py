@@ -55,4 +55,4 @@ def test_many_overrides_leave_small_caches(count: int) -> None:
         with policy_context(replace(get_policy(), overrides=(("add", _impl(float(value))),))):
             dispatch.kernels(CPU)
     assert len(policy._INTERNED) <= policy._INTERNED_LIMIT
-    assert len(dispatch._TABLE) <= manager._TABLE_LIMIT
+    assert len(dispatch.get_default_manager().table) <= manager._TABLE_LIMIT

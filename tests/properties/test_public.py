@@ -25,6 +25,7 @@ ELSEWHERE = {
     "autograd.Context": "a bag of attributes that Function hands over; tests/autograd/test_ops.py",
     "autograd.apply": "takes operations, not arrays alone; tests/autograd/test_ops.py",
     "DType": "compared by identity; the instances of the table are the only ones",
+    "testing.check_implementation": "a checker; tests/plugins/test_check.py", "testing.ContractReport": "what it returns",
     "testing.attention_oracle": "an oracle itself; tests/nn/test_attention_op.py",
     "testing.check_grads": "a checker; tests/autograd/test_ops.py",
     "testing.relative_error": "a checker; tests/models/test_gpt.py",
