@@ -95,7 +95,7 @@ def plugins_fingerprint() -> str:
         every = [impl for impls in registry.snapshot().impls_by_op.values() for impl in impls if impl.engine not in IN_TREE]
         said = [" ".join(map(str, (i.op_name, i.impl_id, i.kind.value, i.vendor, i.priority, i.min_arch, sorted(i.devices),
                                    i.supported_dtypes and sorted(i.supported_dtypes)))) for i in every]  # fmt: skip
-        text = hashlib.sha256("\n".join(sorted(said)).encode()).hexdigest()[:16] if said else ""
+        text = f"{hashlib.sha256(chr(10).join(sorted(said)).encode()).hexdigest()[:16]}.{registry.restored}" if said else ""
         _FINGERPRINT = version, text
     return text
 

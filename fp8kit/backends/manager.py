@@ -115,7 +115,7 @@ class OpManager:
             return self._companions(op_name, device, policy, arch)
         first, refused = self._overriding(op_name, device, policy, arch)
         if first:
-            return first, refused + [(impl, OVERRIDDEN) for impl in self.registry.get_implementations(op_name)]
+            return first, refused + [(impl, _misplaced(impl, device) or OVERRIDDEN) for impl in self.registry.get_implementations(op_name)]
         order, others = self._regular(op_name, device, policy, arch)
         return order, refused + others
 
@@ -250,14 +250,19 @@ _UNFIT = "needs compute capability", "not available"
 
 def _unfit(impl: OpImpl, device: Device, arch: Arch) -> str | None:
     """Why an implementation cannot run on a device, or None."""
-    if device.kind not in impl.devices:
-        return f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
+    misplaced = _misplaced(impl, device)
+    if misplaced is not None:
+        return misplaced
     have = None if impl.min_arch is None else arch()
     if impl.min_arch is not None and have is not None and have < impl.min_arch:
         return f"{_UNFIT[0]} {impl.min_arch / 10}, {device} has {have / 10}"
     if not impl.is_available():
         return f"{_UNFIT[1]}: its _is_available() says so"
     return None
+
+
+def _misplaced(impl: OpImpl, device: Device) -> str | None:
+    return None if device.kind in impl.devices else f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
 
 
 def _arch(device: Device) -> int | None:

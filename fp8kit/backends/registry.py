@@ -148,6 +148,7 @@ class OpRegistry:
         self._impls: dict[str, dict[str, OpImpl]] = {}
         self._forget: list[Callable[[], None]] = []
         self.version = 0
+        self.restored = 0  # how often something was taken out: the same id may mean another function since
 
     def on_change(self, forget: Callable[[], None]) -> None:
         """Call ``forget()`` after each change from now on, before any other thread can see another one."""
@@ -215,6 +216,7 @@ class OpRegistry:
         """Make the table what it was when ``snapshot`` was taken."""
         with LOCK:
             self._impls = {name: {impl.impl_id: impl for impl in impls} for name, impls in snapshot.impls_by_op.items()}
+            self.restored += 1
             self._changed()
 
     def clear(self) -> None:

@@ -108,7 +108,8 @@ class TensorProduct(Product):
 
     def workspace(self, k: Any) -> int:
         shapes = ((self.m, self.n), (self.m, self.k), (self.n, self.k), (self.k, self.n))
-        return max(*(int(k.fp8_gemm_workspace(*shape)) for shape in shapes), int(k.quantize_transpose_workspace(self.m, self.n)))
+        sums = max(int(k.quantize_transpose_workspace(self.m, self.n)), int(k.column_sum_workspace(self.m, self.n)))
+        return max(*(int(k.fp8_gemm_workspace(*shape)) for shape in shapes), sums)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Explanation:
         for row in self.rows if among is None else among:
             mark = ">" if row.place == 0 else " "
             what = row.impl.kind.value + (f" {row.impl.vendor}" if row.impl.vendor else "")
-            yield f"{mark} {row.impl.impl_id:38}{what:18}{row.impl.priority or 0:>4}  {row.why}"
+            yield f"{mark} {row.impl.impl_id:40}{what:18}{row.impl.priority or 0:>4}  {row.why}"
 
     def text(self) -> str:
         """The whole, for reading."""
@@ -142,5 +142,6 @@ def want_implementations(name: str) -> list[OpImpl]:
     every = dispatch.registry.snapshot().impls_by_op.values()
     found = [impl for impls in every for impl in impls if name in (impl.engine, impl.impl_id)]
     if not found:
-        raise BackendError(expected("plugins", "name", repr(name), f"an implementation's id, or an engine: {', '.join(dispatch.engines())}"))
+        wanted = f"an implementation's id, or an engine: {', '.join(dispatch.engines())}"
+        raise BackendError(expected("plugins", "name", repr(name), wanted))
     return found
