@@ -74,6 +74,9 @@ class SelectionPolicy:
                 raise BackendError(expected("SelectionPolicy", "overrides", f"{name!r}: {impl!r}", "an OpImpl of that kernel"))
         object.__setattr__(self, "text", _text(self))
 
+    def __reduce__(self) -> Any:
+        return policy_from_text, (self.text,)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None = None, /, **more: Any) -> SelectionPolicy:
         """A policy from plain values (a configuration file): the fields by name, ``per_op_order`` another name of ``per_op``. BackendError

@@ -133,8 +133,9 @@ def jax_loss(x: Any, weight: Any) -> Any:
 
 
 def jax_step(call: Any) -> list[Any]:
-    x = jnp.linspace(-1, 1, 64, dtype=jnp.float32).reshape(4, 16)
-    return [np.asarray(part) for part in jax.block_until_ready(call(x, jnp.ones(16, jnp.float32)))]
+    with jax.default_device(jax.devices("cpu")[0]):
+        x = jnp.linspace(-1, 1, 64, dtype=jnp.float32).reshape(4, 16)
+        return [np.asarray(part) for part in jax.block_until_ready(call(x, jnp.ones(16, jnp.float32)))]
 
 
 def test_jit_keeps_what_it_was_traced_under(engine: Engine) -> None:

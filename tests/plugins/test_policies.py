@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import copy
 import logging
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -43,6 +45,7 @@ def test_what_it_takes() -> None:
         prefer="reference", strict=1, allow_vendors={"ACME"}, deny_vendors={"cuda"}, per_op=policy.per_op).fingerprint()  # fmt: skip
     assert policies.policy_from_text(policy.text) == policy
     assert policies.policy_from_text(SelectionPolicy().text) == SelectionPolicy()
+    assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
 
 
 @pytest.mark.parametrize(("wrong", "said"), [
