@@ -10,7 +10,9 @@ import ctypes
 import importlib
 import math
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import index
 from typing import Any, NamedTuple, Protocol
 
@@ -124,8 +126,13 @@ class ArrayView:
 
     def rows(self) -> ArrayView:
         """The array as a matrix: all leading dimensions flattened into rows, the last one kept."""
-        last = self.shape[-1] if self.shape else 1
-        return self.reshape(self.size // last if last else math.prod(self.shape[:-1]), last)
+        shape = self.shape
+        if self._strides is None and shape:
+            if len(shape) == 2:
+                return self
+            return ArrayView(self.ptr, (math.prod(shape[:-1]), shape[-1]), self.dtype, self.device, self.owner)
+        last = shape[-1] if shape else 1
+        return self.reshape(self.size // last if last else math.prod(shape[:-1]), last)
 
     def slice(self, dim: int, start: int, length: int) -> ArrayView:
         """``length`` elements from ``start`` along ``dim``. ShapeError where they are not all there."""
@@ -349,6 +356,54 @@ def empty(shape: Shape, dtype: DType | str, where: Device) -> ArrayView:
         dtype = formats.dtype(dtype)
     ptr, owner = provider(where).alloc(math.prod(shape) * dtype.itemsize, where)
     return ArrayView(ptr, shape, dtype, where, owner)
+
+
+class Room:
+    """A piece of memory: its address and owner, and what has been laid out in it, by whoever did (``carved``)."""
+
+    __slots__ = ("carved", "nbytes", "owner", "ptr")
+
+    def __init__(self, nbytes: int, ptr: int, owner: object) -> None:
+        self.nbytes = nbytes
+        self.ptr = ptr
+        self.owner = owner
+        self.carved: dict[Any, Any] = {}
+
+
+class Scratch(threading.local):
+    """Memory for the temporaries of one operation, from ``alloc(nbytes, device)``, which gives an address and an owner.
+
+    A thread keeps one room for each stream: work on a stream is done in order, so that the thread's next operation there can have the same
+    memory, and what was laid out in it. Much is not kept: only what a product's workspace and small operands need; on the CPU, where memory
+    is had for little, nothing.
+    """
+
+    KEPT = 48 << 20  # bytes
+
+    def __init__(self, alloc: Callable[[int, Device], tuple[int, object]]) -> None:
+        self.alloc = alloc
+        self.rooms: dict[tuple[Device, int], Room] = {}
+
+    def room(self, nbytes: int, where: Device, stream: int) -> Room:
+        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``."""
+        found = self.rooms.get((where, stream))
+        if found is None or found.nbytes < nbytes:
+            found = Room(nbytes, *self.alloc(nbytes, where))
+            if nbytes <= self.KEPT and where.kind != "cpu":
+                self.rooms[where, stream] = found
+        return found
+
+    @contextmanager
+    def apart(self) -> Iterator[dict[tuple[Device, int], Room]]:
+        """Within, this thread begins with no rooms; those that it made are in the dictionary, to be kept or not."""
+        before, self.rooms = self.rooms, {}
+        try:
+            yield self.rooms
+        finally:
+            self.rooms = before
+
+
+scratch = Scratch(lambda nbytes, where: provider(where).alloc(nbytes, where))
 
 
 def zeros(shape: Shape, dtype: DType, where: Device) -> ArrayView:

@@ -117,10 +117,12 @@ def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
     fp8_max = (recipe.forward_format if forward else recipe.backward_format).max
     if recipe.delayed() and recipe.reduce_amax and dist.is_available() and dist.is_initialized():  # type: ignore[attr-defined]
         _reduce(states)
-    for device in dict.fromkeys(state.device for state in states):
-        own = [state for state in states if state.device == device]
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.kind == "cuda" else 0
-        scaling.update(recipe, own, fp8_max, stream)
+    scaling.update(recipe, states, fp8_max, _stream)
+
+
+def _stream(device: Device) -> int:
+    """torch's current stream of a device."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.kind == "cuda" else 0
 
 
 def _reduce(states: Sequence[Any]) -> None:

@@ -47,6 +47,17 @@ class Block:
         ptr, owner = arrays.provider(device).alloc(self.size, device)
         return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
 
+    def room(self, device: arrays.Device, stream: int) -> dict[str, ArrayView]:
+        """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``arrays.scratch``; not to be changed."""
+        if not self.parts:
+            return {}
+        room = arrays.scratch.room(self.size, device, stream)
+        views: dict[str, ArrayView] | None = room.carved.get(self)
+        if views is None:
+            views = {n: ArrayView(room.ptr + at, shape, dtype, device, room.owner) for n, at, shape, dtype in self.parts}
+            room.carved[self] = views
+        return views
+
 
 class Ready(NamedTuple):
     """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by identity kept alive."""
@@ -149,7 +160,8 @@ def apply(
     signature = plan.signature
     outputs = allocate(signature.outputs, device, given)
     saved = ready.saved.carve(device)
-    operation.forward(plan, views, outputs, saved, ready.scratch.carve(device), arrays.current_stream(device))
+    stream = arrays.current_stream(device)
+    operation.forward(plan, views, outputs, saved, ready.scratch.room(device, stream), stream)
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = _passed(inputs[source], views[source])
@@ -222,7 +234,8 @@ def _record(
         if watcher is not None:
             watcher.backward(where, by_name, {})
         grads = allocate(signature.grads, device, given)
-        operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.carve(device), arrays.current_stream(device))
+        stream = arrays.current_stream(device)
+        operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.room(device, stream), stream)
         if watcher is not None:
             watcher.backward(where, {}, {name: grads[name] for name in wanted if name in grads})
         return [
