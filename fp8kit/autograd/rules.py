@@ -17,6 +17,7 @@ from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
+from fp8kit.scratch import scratch
 from fp8kit.spec import Meta, Operation, Plan
 
 _PLANS: dict[Any, Ready] = {}
@@ -48,10 +49,10 @@ class Block:
         return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
 
     def room(self, device: arrays.Device, stream: int) -> dict[str, ArrayView]:
-        """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``arrays.scratch``; not to be changed."""
+        """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``fp8kit.scratch``; not to be changed."""
         if not self.parts:
             return {}
-        room = arrays.scratch.room(self.size, device, stream)
+        room = scratch.room(self.size, device, stream)
         views: dict[str, ArrayView] | None = room.carved.get(self)
         if views is None:
             views = {n: ArrayView(room.ptr + at, shape, dtype, device, room.owner) for n, at, shape, dtype in self.parts}

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch
 from fp8kit.errors import BackendError, expected
+from fp8kit.scratch import scratch
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
@@ -180,7 +180,7 @@ class CudaProvider:
         """Call ``function`` with the work that it puts on the device's current stream recorded instead of done: what it returns, and the
         recording. What it allocates on the device belongs to the recording. BackendError where it does what a graph cannot hold."""
         library = cupy()
-        with launch.current_device(device.index), arrays.scratch.apart() as rooms:
+        with launch.current_device(device.index), scratch.apart() as rooms:
             library.get_default_memory_pool().free_all_blocks()  # what ran before has left room that the graph's own pool cannot take
             pool, stream = library.cuda.MemoryPool(), library.cuda.Stream(non_blocking=True)
             with library.cuda.using_allocator(pool.malloc), stream:
