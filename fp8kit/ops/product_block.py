@@ -114,12 +114,13 @@ class BlockProduct(Product):
 
     def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
         whole = given(scratch, f"{self.spec.prefix}dweight") if self.whole_wgrad else given(grads, self.weights[0])
+        adds = self.adds and not self.whole_wgrad
         if self.oi:
-            self._multiply(k, "g_qt", scratch, "x_qt", saved, whole, None, scratch, stream)
+            self._multiply(k, "g_qt", scratch, "x_qt", saved, whole, None, scratch, stream, adds)
         else:
-            self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream)
+            self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream, adds)
         if self.whole_wgrad:
-            self._part_weights(k, whole, grads, stream)
+            self._part_weights(k, whole, grads, scratch, stream)
 
     # --- operands -----------------------------------------------------------------------------------------------------
 
@@ -147,9 +148,10 @@ class BlockProduct(Product):
         k.block_quantize(x, *q, *q_t, quant.format, quant.tile, quant.power_2, quant.epsilon, stream)
 
     def _multiply(
-        self, k: Any, a: str, a_in: Views, b: str, b_in: Views, out: ArrayView, bias: ArrayView | None, scratch: Views, stream: int
-    ) -> None:
-        """out = a b^T (+ bias); an operand's first letter says how it is quantised."""
+        self, k: Any, a: str, a_in: Views, b: str, b_in: Views, out: ArrayView, bias: ArrayView | None, scratch: Views, stream: int,
+        adds: bool = False,
+    ) -> None:  # fmt: skip
+        """out = a b^T (+ bias), ``adds``: + out; an operand's first letter says how it is quantised."""
         p, a_quant, b_quant = self.spec.prefix, getattr(self.fp8, a[0]), getattr(self.fp8, b[0])
         k.block_gemm(
             given(a_in, f"{p}{a}"),
@@ -162,7 +164,7 @@ class BlockProduct(Product):
             a_quant.tile,
             b_quant.tile,
             bias,
-            False,
+            adds,
             scratch["workspace"],
             stream,
         )

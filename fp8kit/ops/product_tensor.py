@@ -211,18 +211,18 @@ class TensorProduct(Product):
         g_qt = given(scratch, f"{self.spec.prefix}g_qt")
         if self.whole_wgrad:
             whole = given(scratch, f"{self.spec.prefix}dweight")
-            self._wgrad(k, g_qt, saved, scratch, whole, stream)
-            self._part_weights(k, whole, grads, stream)
+            self._wgrad(k, g_qt, saved, scratch, whole, False, stream)
+            self._part_weights(k, whole, grads, scratch, stream)
             return
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
             part = g_qt if len(self.weights) == 1 else g_qt.slice(0, start, n)
-            self._wgrad(k, part, saved, scratch, given(grads, name), stream)
+            self._wgrad(k, part, saved, scratch, given(grads, name), self.adds, stream)
 
-    def _wgrad(self, k: Any, g_qt: ArrayView, saved: Views, scratch: Views, out: ArrayView, stream: int) -> None:
+    def _wgrad(self, k: Any, g_qt: ArrayView, saved: Views, scratch: Views, out: ArrayView, adds: bool, stream: int) -> None:
         p, f = self.spec.prefix, self.fp8
         g, x = (g_qt, f.g.format, _slot(scratch, f"{p}g_scales", 0)), (saved[f"{p}x_qt"], f.x.format, _slot(saved, f"{p}scale_inv", 0))
         (a, a_format, a_inv), (b, b_format, b_inv) = (g, x) if self.oi else (x, g)
-        k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, False, f.wgrad_fast, scratch["workspace"], stream)
+        k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, adds, f.wgrad_fast, scratch["workspace"], stream)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
