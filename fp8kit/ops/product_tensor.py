@@ -41,7 +41,11 @@ class TensorProduct(Product):
         super().check(operation, metas)
         p = self.spec.prefix
         inputs = {"scale": "scale", "amax": "amax_in"}
-        if self.fp8.x.source in inputs:
+        if self.spec.input_cached:
+            want(operation, f"{p}x_q", metas, (self.mp, self.kp), uint8)
+            want(operation, f"{p}x_qt", metas, (self.kp, self.mp), uint8)
+            want(operation, f"{p}x_scale_inv", metas, (1,), float32)
+        elif self.fp8.x.source in inputs:
             want(operation, f"{p}x_{inputs[self.fp8.x.source]}", metas, (1,), float32)
         if self.spec.weight_cached:
             want(operation, f"{p}w_q", metas, (self.np, self.kp), uint8)
@@ -52,8 +56,8 @@ class TensorProduct(Product):
 
     def outputs(self) -> dict[str, Meta]:
         p = self.spec.prefix
-        names = (f"{p}x_amax",) if self.spec.weight_cached else (f"{p}x_amax", f"{p}w_amax")
-        return {name: Meta((1,), float32, zero=True) for name in names}
+        cached = {"x": self.spec.input_cached, "w": self.spec.weight_cached}
+        return {f"{p}{operand}_amax": Meta((1,), float32, zero=True) for operand, given_cast in cached.items() if not given_cast}
 
     def weight_outputs(self) -> dict[str, Meta]:
         p = self.spec.prefix
@@ -67,7 +71,7 @@ class TensorProduct(Product):
     def saved(self) -> dict[str, Meta]:
         p = self.spec.prefix
         out: dict[str, Meta] = {}
-        if self.needs_w:
+        if self.needs_w and not self.spec.input_cached:
             out[f"{p}x_qt"] = Meta((self.kp, self.mp), uint8)
         if self.needs_x and not self.spec.weight_cached:
             out[f"{p}w_qt"] = Meta((self.kp, self.np), uint8)
@@ -77,7 +81,8 @@ class TensorProduct(Product):
 
     def kept(self) -> tuple[str, ...]:
         p = self.spec.prefix
-        return (f"{p}w_qt", f"{p}w_scale_inv") if self.spec.weight_cached and self.needs_x else ()
+        weight = (f"{p}w_qt", f"{p}w_scale_inv") if self.spec.weight_cached and self.needs_x else ()
+        return weight + ((f"{p}x_qt", f"{p}x_scale_inv") if self.spec.input_cached and self.needs_w else ())
 
     def read_again(self) -> tuple[str, ...]:
         p = self.spec.prefix
@@ -89,7 +94,7 @@ class TensorProduct(Product):
 
     def scratch(self) -> dict[str, Meta]:
         p = self.spec.prefix
-        out = {f"{p}x_q": Meta((self.mp, self.kp), uint8)}
+        out = {} if self.spec.input_cached else {f"{p}x_q": Meta((self.mp, self.kp), uint8)}
         if not self.spec.weight_cached:
             out[f"{p}w_q"] = Meta((self.np, self.kp), uint8)
         return out | self.cast_scratch() | super().scratch()
@@ -127,6 +132,8 @@ class TensorProduct(Product):
         self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int, amax_known: bool = False
     ) -> None:
         p = self.spec.prefix
+        if self.spec.input_cached:
+            return
         scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs, scratch)
         q, q_t, inv = scratch.get(f"{p}x_q"), saved.get(f"{p}x_qt"), self._scale_inv(saved, scratch, 0)
         quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)
@@ -152,7 +159,8 @@ class TensorProduct(Product):
             k.quantize_transpose(part, Cast(quant.format, q, q_t, scale, scale_inv, recorded), None, None, stream)
 
     def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
-        k.amax(x, outputs[f"{self.spec.prefix}x_amax"], x.shape, stream)
+        if not self.spec.input_cached:
+            k.amax(x, outputs[f"{self.spec.prefix}x_amax"], x.shape, stream)
         self.measure_weight(k, inputs, outputs, stream)
 
     def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
@@ -169,7 +177,9 @@ class TensorProduct(Product):
             weight = {f"{p}w_q": scratch[f"{p}w_q"], f"{p}w_qt": saved.get(f"{p}w_qt"), f"{p}w_scale_inv": inv}
             self.cast_weight(k, inputs, outputs, weight, scratch, stream)
         w_q, w_inv = given(weight, f"{p}w_q"), given(weight, f"{p}w_scale_inv")
-        x_q, x_inv, space = scratch[f"{p}x_q"], self._scale_inv(saved, scratch, 0), scratch["workspace"]
+        x_q, x_inv, space = scratch.get(f"{p}x_q"), self._scale_inv(saved, scratch, 0), scratch["workspace"]
+        if self.spec.input_cached:
+            x_q, x_inv = given(inputs, f"{p}x_q"), given(inputs, f"{p}x_scale_inv")
         k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, False, f.fprop_fast, space, stream)
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
@@ -220,7 +230,8 @@ class TensorProduct(Product):
 
     def _wgrad(self, k: Any, g_qt: ArrayView, saved: Views, scratch: Views, out: ArrayView, adds: bool, stream: int) -> None:
         p, f = self.spec.prefix, self.fp8
-        g, x = (g_qt, f.g.format, _slot(scratch, f"{p}g_scales", 0)), (saved[f"{p}x_qt"], f.x.format, _slot(saved, f"{p}scale_inv", 0))
+        x_inv = given(saved, f"{p}x_scale_inv") if self.spec.input_cached else _slot(saved, f"{p}scale_inv", 0)
+        g, x = (g_qt, f.g.format, _slot(scratch, f"{p}g_scales", 0)), (saved[f"{p}x_qt"], f.x.format, x_inv)
         (a, a_format, a_inv), (b, b_format, b_inv) = (g, x) if self.oi else (x, g)
         k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, adds, f.wgrad_fast, scratch["workspace"], stream)
 
