@@ -37,6 +37,7 @@ Views = dict[str, ArrayView]
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
 _SCALAR = Meta((1,), float32)
+_NOWHERE: Mapping[str, Tensor] = {}
 
 
 class Block:
@@ -241,16 +242,19 @@ class Ready:
         return outputs, row, block
 
     def backward(
-        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None
+        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        into: Mapping[str, Tensor] = _NOWHERE,
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        """(gradients of ``needs``, amaxes). ``kept`` and ``cotangents`` in the order of ``self.kept`` and ``self.names``."""
+        """(gradients of ``needs``, amaxes). ``kept`` and ``cotangents`` in the order of ``self.kept`` and ``self.names``; ``into``: where
+        gradients by name go that have a place already."""
         if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._backward(kept, block, cotangents, scales, amaxes)
-        return self._backward(kept, block, cotangents, scales, amaxes)
+                return self._backward(kept, block, cotangents, scales, amaxes, into)
+        return self._backward(kept, block, cotangents, scales, amaxes, into)
 
     def _backward(
-        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None
+        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        into: Mapping[str, Tensor],
     ) -> tuple[list[Tensor | None], Tensor | None]:
         place, device, row = self.place, self.device, None
         if amaxes is None and self.back:
@@ -270,7 +274,7 @@ class Ready:
                 continue
             arrived[name] = g = g if g.is_contiguous() else g.contiguous()
             incoming[name] = ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
-        made, filled = self._filled(self.grads, amaxes)
+        made, filled = self._filled(self.grads, amaxes, into)
         saved = {} if block is None else self.saved.carve(block, place)
         size = self.back_scratch.size
         scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if self.back_scratch.parts else {}
@@ -279,11 +283,11 @@ class Ready:
         passes = self.signature.grad_passes
         return [found[name] if name in found else arrived.get(passes[name]) for name in self.needs], row
 
-    def _filled(self, outs: list[_Out], amaxes: Views | None) -> tuple[list[Tensor], Any]:
-        """Fresh tensors, and they and the amaxes as views by name."""
+    def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE) -> tuple[list[Tensor], Any]:
+        """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name."""
         made, views = [], {**amaxes} if amaxes else {}
         for name, shape, dtype, kind, zero in outs:
-            tensor = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
+            tensor = into[name] if name in into else (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
             made.append(tensor)
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, self.place, tensor)
         return made, views

@@ -153,12 +153,31 @@ def held() -> Iterator[None]:
         _HELD.pop()
 
 
+class _Walk:
+    """The end of a backward pass, called by autograd's engine. Where the pass fails the engine lets go of it uncalled: then what the pass
+    recorded is dropped."""
+
+    def __init__(self, walk: int) -> None:
+        self.walk = walk
+
+    def __call__(self) -> None:
+        for recipe, states in _WALKS.pop(self.walk).values():
+            update(recipe, list(states.values()), forward=False)
+
+    def __del__(self) -> None:
+        for _, states in _WALKS.pop(self.walk, {}).values():
+            for state in states.values():
+                if state.scale.is_cuda:
+                    torch.cuda.synchronize(state.scale.device)  # what failed may still be running, on any stream
+                state.drop()
+
+
 def open_walk() -> int:
     """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one."""
     walk = int(torch._C._current_graph_task_id())
     if walk not in _WALKS:
         _WALKS[walk] = {}
-        torch.autograd.Variable._execution_engine.queue_callback(_ended(walk))
+        torch.autograd.Variable._execution_engine.queue_callback(_Walk(walk))
     return walk
 
 
@@ -171,14 +190,6 @@ def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None
     if found is None:
         found = groups[id(recipe)] = (recipe, {})
     found[1][id(state)] = state
-
-
-def _ended(walk: int) -> Callable[[], None]:
-    def end() -> None:
-        for recipe, states in _WALKS.pop(walk).values():
-            update(recipe, list(states.values()), forward=False)
-
-    return end
 
 
 def moved(states: Mapping[str, ScalingState], fn: Callable[[Tensor], Tensor]) -> dict[str, ScalingState]:

@@ -28,6 +28,7 @@ class ProductSpec:
     "oi", segments are (out, in) as in PyTorch and Transformer Engine, or "io", (in, out) as in JAX. ``bias``: "none"; "add";
     or "deferred": the bias is not added here (a later operation does), but its gradient, the column sums of g, is made here.
     ``fp8``: None for high precision. ``weight_cached``: the FP8 weight is an input (``weight_cast``'s outputs). ``prefix`` of names.
+    ``input_cached``: so is the FP8 input, under the names and in the shapes that the weight would have, x for w: ``linear`` alone takes it.
 
     ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a dtype, "float32" or the weights'
     own: that of the buffers which the door hands to ``backward`` under the weights' names, and to which wgrad is added (``overwrite_grad``:
@@ -44,6 +45,7 @@ class ProductSpec:
     prefix: str = ""
     main_grad: str | None = None
     overwrite_grad: bool = False
+    input_cached: bool = False
 
     @property
     def out_features(self) -> int:

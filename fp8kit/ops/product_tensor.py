@@ -30,7 +30,7 @@ class TensorProduct(Product):
         self.x_scale, self.w_scale, self.g_scale = (f"{p}{o}_scale" for o in "xwg")
         self.x_amax, self.w_amax, self.g_amax = (f"{p}{o}_amax" for o in "xwg")
         self.keeps = needs_w or needs_x  # backward multiplies: what it needs of forward's casts is saved
-        self.w_made_inv = f"{p}w_scale_inv"
+        self.x_given_inv, self.w_given_inv = f"{p}x_scale_inv", f"{p}w_scale_inv"  # of casts that are inputs
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,11 @@ class TensorProduct(Product):
         super().check(operation, metas)
         p = self.spec.prefix
         inputs = {"scale": "scale", "amax": "amax_in"}
-        if self.fp8.x.source in inputs:
+        if self.spec.input_cached:
+            want(operation, self.x_q, metas, (self.mp, self.kp), uint8)
+            want(operation, self.x_qt, metas, (self.kp, self.mp), uint8)
+            want(operation, self.x_given_inv, metas, (1,), float32)
+        elif self.fp8.x.source in inputs:
             want(operation, f"{p}x_{inputs[self.fp8.x.source]}", metas, (1,), float32)
         if self.spec.weight_cached:
             want(operation, f"{p}w_q", metas, (self.np, self.kp), uint8)
@@ -60,9 +64,8 @@ class TensorProduct(Product):
             want(operation, f"{p}w_{inputs[self.fp8.w.source]}", metas, (1,), float32)
 
     def outputs(self) -> dict[str, Meta]:
-        p = self.spec.prefix
-        names = (f"{p}x_amax",) if self.spec.weight_cached else (f"{p}x_amax", f"{p}w_amax")
-        return {name: Meta((1,), float32, zero=True) for name in names}
+        cached = {self.x_amax: self.spec.input_cached, self.w_amax: self.spec.weight_cached}
+        return {name: Meta((1,), float32, zero=True) for name, is_given in cached.items() if not is_given}
 
     def weight_outputs(self) -> dict[str, Meta]:
         p = self.spec.prefix
@@ -75,29 +78,30 @@ class TensorProduct(Product):
 
     def saved(self) -> dict[str, Meta]:
         out: dict[str, Meta] = {}
-        if self.needs_w:
+        if self.needs_w and not self.spec.input_cached:
             out[self.x_qt] = Meta((self.kp, self.mp), uint8)
         if self.needs_x and not self.spec.weight_cached:
             out[self.w_qt] = Meta((self.kp, self.np), uint8)
         return out | (self._inverses() if self.keeps else {})
 
     def kept(self) -> tuple[str, ...]:
-        return (self.w_qt, self.w_made_inv) if self.spec.weight_cached and self.needs_x else ()
+        weight = (self.w_qt, self.w_given_inv) if self.spec.weight_cached and self.needs_x else ()
+        return weight + ((self.x_qt, self.x_given_inv) if self.spec.input_cached and self.needs_w else ())
 
     def read_again(self) -> tuple[str, ...]:
-        return (self.w_q, self.w_made_inv) if self.spec.weight_cached else super().read_again()
+        return (self.w_q, self.w_given_inv) if self.spec.weight_cached else super().read_again()
 
     def grads(self) -> dict[str, Meta]:
         amax = {self.g_amax: Meta((1,), float32, zero=True)} if self.keeps else {}
         return super().grads() | amax
 
     def scratch(self) -> dict[str, Meta]:
-        out = {self.x_q: Meta((self.mp, self.kp), uint8)}
+        out = {} if self.spec.input_cached else {self.x_q: Meta((self.mp, self.kp), uint8)}
         if not self.spec.weight_cached:
             out[self.w_q] = Meta((self.np, self.kp), uint8)
         if not self.keeps:
             out |= self._inverses()
-        if self.fp8.x.source != "scale":
+        if self.fp8.x.source != "scale" and not self.spec.input_cached:
             out[self.x_made] = NUMBER
         return out | self.cast_scratch() | super().scratch()
 
@@ -130,13 +134,15 @@ class TensorProduct(Product):
     def cast_x(
         self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int, amax_known: bool = False
     ) -> None:
+        if self.spec.input_cached:
+            return
         scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs, scratch)
         inv = (saved if self.keeps else scratch)[self.x_inv]
         q, q_t = scratch.get(self.x_q), saved.get(self.x_qt)
         quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)  # type: ignore[arg-type]
 
     def cast_weight(self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int) -> None:
-        self._cast_weight(k, inputs, outputs, made.get(self.w_q), made.get(self.w_qt), given(made, self.w_made_inv), scratch, stream)
+        self._cast_weight(k, inputs, outputs, made.get(self.w_q), made.get(self.w_qt), given(made, self.w_given_inv), scratch, stream)
 
     def _cast_weight(
         self, k: Any, inputs: Views, outputs: Views, w_q: ArrayView | None, w_qt: ArrayView | None, scale_inv: ArrayView | None,
@@ -162,7 +168,8 @@ class TensorProduct(Product):
             k.quantize_transpose(part, Cast(quant.format, q, q_t, scale, scale_inv, recorded), None, None, stream)  # type: ignore[arg-type]
 
     def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
-        k.amax(x, outputs[self.x_amax], x.shape, stream)
+        if not self.spec.input_cached:
+            k.amax(x, outputs[self.x_amax], x.shape, stream)
         self.measure_weight(k, inputs, outputs, stream)
 
     def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
@@ -175,12 +182,12 @@ class TensorProduct(Product):
         bias = self._bias(k, inputs, scratch, stream)
         invs = saved if self.keeps else scratch
         if self.spec.weight_cached:
-            w_q, w_inv = inputs[self.w_q], inputs[self.w_made_inv]
+            w_q, w_inv = inputs[self.w_q], inputs[self.w_given_inv]
         else:
             w_q, w_inv = scratch[self.w_q], invs[self.w_inv]
             self._cast_weight(k, inputs, outputs, w_q, saved.get(self.w_qt), w_inv, scratch, stream)
-        x_q, space = scratch[self.x_q], scratch["workspace"]
-        k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, invs[self.x_inv], w_inv, bias, False, f.fprop_fast, space, stream)
+        x_q, x_inv = (inputs[self.x_q], inputs[self.x_given_inv]) if self.spec.input_cached else (scratch[self.x_q], invs[self.x_inv])
+        k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, False, f.fprop_fast, scratch["workspace"], stream)
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         if self.needs_x and not self.spec.weight_cached:
@@ -209,7 +216,7 @@ class TensorProduct(Product):
 
     def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
         f = self.fp8
-        w_qt, w_inv = (kept[self.w_qt], kept[self.w_made_inv]) if self.spec.weight_cached else (saved[self.w_qt], saved[self.w_inv])
+        w_qt, w_inv = (kept[self.w_qt], kept[self.w_given_inv]) if self.spec.weight_cached else (saved[self.w_qt], saved[self.w_inv])
         g_q, g_inv, space = scratch[self.g_q], scratch[self.g_inv], scratch["workspace"]
         k.fp8_gemm(g_q, w_qt, dx, f.g.format, f.w.format, g_inv, w_inv, None, False, f.dgrad_fast, space, stream)
 
@@ -227,7 +234,7 @@ class TensorProduct(Product):
     def _wgrad(self, k: Any, g_qt: ArrayView, saved: Views, scratch: Views, out: ArrayView, adds: bool, stream: int) -> None:
         f = self.fp8
         a, a_format, a_inv = g_qt, f.g.format, scratch[self.g_inv]
-        b, b_format, b_inv = saved[self.x_qt], f.x.format, saved[self.x_inv]
+        b, b_format, b_inv = saved[self.x_qt], f.x.format, saved[self.x_given_inv if self.spec.input_cached else self.x_inv]
         if not self.oi:
             a, a_format, a_inv, b, b_format, b_inv = b, b_format, b_inv, a, a_format, a_inv  # type: ignore[assignment]
         k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, adds, f.wgrad_fast, scratch["workspace"], stream)
@@ -236,7 +243,8 @@ class TensorProduct(Product):
 
     def _inverses(self) -> dict[str, Meta]:
         """Where 1 / scale of x and W is written: kept for backward where it is needed there."""
-        return {self.x_inv: NUMBER} if self.spec.weight_cached else {self.x_inv: NUMBER, self.w_inv: NUMBER}
+        cached = {self.x_inv: self.spec.input_cached, self.w_inv: self.spec.weight_cached}
+        return {name: NUMBER for name, is_given in cached.items() if not is_given}
 
     def _source(
         self, source: str, operand: str, inputs: Views, outputs: Views, scratch: Views
