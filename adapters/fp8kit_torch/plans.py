@@ -28,6 +28,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.products import product_of
 from fp8kit.ops.split_heads import split_heads
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
+from fp8kit.scratch import Scratch
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import dtype_of, kind_of
@@ -38,6 +39,14 @@ _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
 _SCALAR = Meta((1,), float32)
 _NOWHERE: Mapping[str, Tensor] = {}
+
+
+def _memory(nbytes: int, device: Device) -> tuple[int, Tensor]:
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.device(device.kind, device.index))
+    return memory.data_ptr(), memory
+
+
+_SCRATCH = Scratch(_memory)
 
 
 class Block:
@@ -54,8 +63,23 @@ class Block:
 
     def carve(self, memory: Tensor, device: Device) -> Views:
         """The buffers by name in ``memory``, uint8 (size,)."""
-        start = memory.data_ptr()
-        return {name: ArrayView(start + offset, shape, kind, device, memory) for name, offset, shape, kind in self.parts}
+        return self._laid(memory.data_ptr(), memory, device)
+
+    def room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
+        """Buffers for one operation's temporaries on ``stream``, not to be changed. ``kept``: those in the thread's ``fp8kit.scratch``; but
+        fresh ones on the CPU, and while a graph is captured, which may be replayed beside what the thread does later."""
+        if not self.parts:
+            return {}
+        if not kept or device.kind == "cpu" or torch.cuda.is_current_stream_capturing():
+            return self.carve(torch.empty(self.size, dtype=torch.uint8, device=where), device)
+        room = _SCRATCH.room(self.size, device, stream)
+        views: Views | None = room.carved.get(self)
+        if views is None:
+            views = room.carved[self] = self._laid(room.ptr, room.owner, device)
+        return views
+
+    def _laid(self, start: int, owner: object, device: Device) -> Views:
+        return {name: ArrayView(start + offset, shape, kind, device, owner) for name, offset, shape, kind in self.parts}
 
 
 class Call:
@@ -192,6 +216,7 @@ class Ready:
 
     def __init__(self, call: Call, kinds: list[tuple[Shape, DType]], needs: tuple[str, ...], device: torch.device, kernels: Any) -> None:
         self.operation, self.needs, self.device, self.place = call.operation, needs, device, _place(device)
+        self.eager = not call.policy  # compiled functions may be captured, and then account for all memory that they find allocated
         if call.gemms:
             products = [value for value in vars(call.spec).values() if isinstance(value, ProductSpec)]
             want_fp8(self.operation.name, any(p.fp8 is not None and p.fp8.blocks for p in products), device)
@@ -237,8 +262,8 @@ class Ready:
         outputs, filled = self._filled(self.outputs, amaxes)
         block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.parts else None
         saved = {} if block is None else self.saved.carve(block, place)
-        scratch = self.scratch.carve(torch.empty(self.scratch.size, dtype=torch.uint8, device=device), place) if self.scratch.parts else {}
-        self.operation.forward(self.plan, views, filled, saved, scratch, self.stream())
+        stream = self.stream()
+        self.operation.forward(self.plan, views, filled, saved, self.scratch.room(place, device, stream, self.eager), stream)
         return outputs, row, block
 
     def backward(
@@ -276,9 +301,8 @@ class Ready:
             incoming[name] = ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
         made, filled = self._filled(self.grads, amaxes, into)
         saved = {} if block is None else self.saved.carve(block, place)
-        size = self.back_scratch.size
-        scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if self.back_scratch.parts else {}
-        self.operation.backward(self.plan, views, saved, incoming, filled, scratch, self.stream())
+        stream = self.stream()
+        self.operation.backward(self.plan, views, saved, incoming, filled, self.back_scratch.room(place, device, stream, self.eager), stream)
         found = dict(zip([out.name for out in self.grads], made, strict=True))
         passes = self.signature.grad_passes
         return [found[name] if name in found else arrived.get(passes[name]) for name in self.needs], row

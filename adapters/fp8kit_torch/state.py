@@ -22,6 +22,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FIELDS
 from fp8kit_torch.views import as_view
 
+_DISTRIBUTED = dist.is_available()
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
@@ -115,7 +116,7 @@ def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
     """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where there are several processes
     and the recipe says so, their amaxes are reduced before."""
     fp8_max = (recipe.forward_format if forward else recipe.backward_format).max
-    if recipe.delayed() and recipe.reduce_amax and dist.is_available() and dist.is_initialized():  # type: ignore[attr-defined]
+    if _DISTRIBUTED and dist.is_initialized() and recipe.delayed() and recipe.reduce_amax:  # type: ignore[attr-defined]
         _reduce(states)
     scaling.update(recipe, states, fp8_max, _stream)
 
