@@ -302,7 +302,8 @@ class Ready:
         made, filled = self._filled(self.grads, amaxes, into)
         saved = {} if block is None else self.saved.carve(block, place)
         stream = self.stream()
-        self.operation.backward(self.plan, views, saved, incoming, filled, self.back_scratch.room(place, device, stream, self.eager), stream)
+        scratch = self.back_scratch.room(place, device, stream, self.eager)
+        self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
         found = dict(zip([out.name for out in self.grads], made, strict=True))
         passes = self.signature.grad_passes
         return [found[name] if name in found else arrived.get(passes[name]) for name in self.needs], row

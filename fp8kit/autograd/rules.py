@@ -16,7 +16,7 @@ from fp8kit.autograd.tape import Edge, Node
 from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
-from fp8kit.formats import DType
+from fp8kit.formats import DType, uint8
 from fp8kit.scratch import scratch
 from fp8kit.spec import Meta, Operation, Plan
 
@@ -90,20 +90,30 @@ def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | No
 
 
 def allocate(metas: Mapping[str, Meta], device: arrays.Device, given: Mapping[str, ArrayView] = _NOTHING) -> dict[str, ArrayView]:
-    """A buffer for each meta, zeroed where it asks for that; ``given`` ones are used as they are."""
-    alloc = arrays.provider(device).alloc
-    out = {}
+    """A buffer for each meta; ``given`` ones are used as they are. Those that want zeros lie in one piece of memory, zeroed at once."""
+    provider = arrays.provider(device)
+    alloc = provider.alloc
+    out: dict[str, ArrayView] = {}
+    zeroed: list[tuple[ArrayView, int]] = []
+    size = 0
     for name, meta in metas.items():
         own = given.get(name)
         if own is None:
-            size = meta.dtype.itemsize
-            for n in meta.shape:
-                size *= n
-            ptr, owner = alloc(size, device)
-            own = ArrayView(ptr, meta.shape, meta.dtype, device, owner)
+            shape, dtype = meta.shape, meta.dtype
+            nbytes = math.prod(shape) * dtype.itemsize
             if meta.zero:
-                arrays.zero_(own)
+                own = ArrayView(0, shape, dtype, device)
+                zeroed.append((own, size))
+                size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            else:
+                ptr, owner = alloc(nbytes, device)
+                own = ArrayView(ptr, shape, dtype, device, owner)
         out[name] = own
+    if zeroed:
+        ptr, owner = alloc(size, device)
+        provider.fill_zero(ArrayView(ptr, (size,), uint8, device, owner), provider.current_stream(device))
+        for own, offset in zeroed:
+            own.ptr, own.owner = ptr + offset, owner
     return out
 
 

@@ -31,8 +31,9 @@ def cupy() -> Any:
 
 @functools.cache
 def _calls() -> tuple[Any, Any, Any]:
-    """What every operation calls, looked up once: getDevice, alloc, get_current_stream."""
-    return launch.runtime().getDevice, cupy().cuda.alloc, cupy().cuda.get_current_stream
+    """What every operation calls, looked up once: getDevice (None where there is only one device), alloc, get_current_stream."""
+    get_device = None if provider.count() == 1 else launch.runtime().getDevice
+    return get_device, cupy().cuda.alloc, cupy().cuda.get_current_stream
 
 
 class _Thread(threading.local):
@@ -101,7 +102,7 @@ class CudaProvider:
         if device.index not in self._usable:
             self.check(device)
             self._usable.add(device.index)
-        if get_device() == device.index:
+        if get_device is None or get_device() == device.index:
             memory = alloc(nbytes or 1)
         else:
             with launch.current_device(device.index):
