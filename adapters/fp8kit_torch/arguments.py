@@ -1,4 +1,5 @@
-"""Arguments of Transformer Engine's classes that have one supported value: accepted with that value, else NotImplementedError by name.
+"""Arguments that modules check, and those of Transformer Engine's classes that have one supported value: accepted with that value, else
+NotImplementedError by name.
 
 One table a constructor, and one a ``forward`` that takes more than its own arguments; values are Transformer Engine's defaults.
 """
@@ -8,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8kit.errors import Fp8kitError, expected
+import torch
+from torch import Tensor
+
+from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError, expected
+from fp8kit_torch.views import kind_of
 
 _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
 _OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
@@ -61,3 +66,34 @@ def positive(operation: str, **sizes: Any) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise Fp8kitError(expected(operation, name, repr(value), "an int of at least 1"))
+
+
+def not_compiled(what: str) -> NotImplementedError:
+    """The error for what cannot be a part of a compiled function."""
+    return NotImplementedError(f"fp8kit_torch: {what} is not supported within torch.compile")
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
+
+
+def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
+    """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
+    x = tensors["x"]
+    device, dtype = x.device, x.dtype
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise BackendError(expected(operation, name, f"device {tensor.device}", f"device {device}, as x"))
+        if tensor.dtype is not dtype:
+            raise FormatError(expected(operation, name, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as x"))
+
+
+def want_input(operation: str, argument: str, value: Any, features: int) -> Tensor:
+    """A tensor whose last dimension is ``features``. Fp8kitError kinds otherwise."""
+    if not isinstance(value, torch.Tensor):
+        raise Fp8kitError(expected(operation, argument, type(value).__name__, "a torch.Tensor"))
+    if value.ndim < 1 or value.shape[-1] != features:
+        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
+    return value

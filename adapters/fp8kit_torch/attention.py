@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
 from fp8kit_torch.dot_product_attention import DotProductAttention, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
-from fp8kit_torch.module import Init, want_input
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
+from fp8kit_torch.parameters import Init
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rope import angles
 from fp8kit_torch.specs import spec_for

@@ -13,10 +13,10 @@ from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_steps import cached_mask
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
+from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, not_compiled, positive, refuse
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
-from fp8kit_torch.module import ParameterModule
+from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.plans import policy_now
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
@@ -206,7 +206,7 @@ class DotProductAttention(ParameterModule):
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
         op, why = "DotProductAttention", "with inference_params, whose step says the lengths"
         if torch.compiler.is_compiling():
-            raise NotImplementedError("fp8kit_torch: inference_params is not supported within torch.compile")
+            raise not_compiled("inference_params")
         if self.attention_type == "cross":
             raise Fp8kitError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
         if bias not in ("no_bias", "alibi"):

@@ -14,7 +14,7 @@ from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.ops.kv_steps import Steps
 from fp8kit_torch.calibration import stream_of
-from fp8kit_torch.module import default_device
+from fp8kit_torch.parameters import placed
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 
@@ -50,7 +50,7 @@ class InferenceParams(Steps):
                  dtype: torch.dtype | None = None, head_dim_v: int | None = None, is_paged: bool = False,
                  total_num_pages: int | None = None, page_size: int | None = None, max_ctx_len: int | None = None,
                  qkv_format: str = "bshd", custom_cache_manager: object = None, *, device: Any = None) -> None:
-        self.device = default_device() if device is None else torch.device(device)
+        self.device = placed("InferenceParams", device)
         kind = None if dtype is None else kind_of(dtype)
         if kind is not None and kind not in HIGH_PRECISION:
             names = ", ".join(known.name for known in HIGH_PRECISION)

@@ -11,8 +11,8 @@ from torch import Tensor
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
-from fp8kit_torch.module import ParameterModule, autocast_dtype, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
+from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.texts import encode
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import noop_context_fn
 from fp8kit.autocast import current, resumed
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import AutogradError, Fp8kitError, expected
+from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.state import open_walk
 
 
@@ -159,7 +160,7 @@ def checkpoint(
         if value not in (neutral, None):
             raise Fp8kitError(expected("checkpoint", name, value, f"{neutral}: there is no tensor parallelism yet"))
     if torch.compiler.is_compiling():
-        raise NotImplementedError("fp8kit_torch: checkpoint is not supported within torch.compile, whose partitioner decides what is kept")
+        raise not_compiled("checkpoint")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     around = _Around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)

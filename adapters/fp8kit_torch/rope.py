@@ -11,7 +11,7 @@ from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import only, positive
-from fp8kit_torch.module import default_device
+from fp8kit_torch.parameters import placed
 from fp8kit_torch.specs import spec_for
 
 
@@ -44,7 +44,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = float(rotary_base), bool(interleaved)
-        where = default_device() if device is None else torch.device(device)
+        where = placed(op, device)
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated
         self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents, persistent=False)
 

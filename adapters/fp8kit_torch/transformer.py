@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
 from fp8kit_torch.attention import MultiheadAttention, known_options, sequence_starts
 from fp8kit_torch.dot_product_attention import one_of
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
-from fp8kit_torch.module import Init, want_input
 from fp8kit_torch.norm import LayerNorm, RMSNorm
 from fp8kit_torch.norm_mlp import LayerNormMLP
+from fp8kit_torch.parameters import Init
 from fp8kit_torch.specs import spec_for
 
 # what the attention across has in common with the layer's own
