@@ -13,12 +13,12 @@ from fp8kit import formats
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
-from fp8kit.ops.attention import (
+from fp8kit.ops.attention_checks import check_extras, check_inputs
+from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
+from fp8kit.ops.attention_views import (
     Dense,
     Part,
     attends,
-    check_extras,
-    check_inputs,
     dense_of,
     extras_of,
     heads_apart,
@@ -28,7 +28,6 @@ from fp8kit.ops.attention import (
     tokens_of,
     unpacked,
 )
-from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 _NAME = "cached_attention"
