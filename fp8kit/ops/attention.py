@@ -83,11 +83,12 @@ class Attention(Operation):
             size = math.prod(o)
             workspace_of_sums = Meta((kernels.column_sum_workspace(0, size),), formats.uint8)
             return Plan(spec, signature, kernels, {"nothing": Meta((0, size), kind), "workspace": workspace_of_sums} if size else {})
-        shapes = [part.shape for part in dense.parts.values()]
+        shapes, strides = zip(*((part.shape, part.strides) for part in dense.parts.values()), strict=True)
         dbias = signature.grads["bias"].shape if "bias" in signature.grads else None
 
         def workspace(backward: bool) -> dict[str, Meta]:
-            nbytes = kernels.attention_workspace(*shapes, dbias if backward else None, kind, dense.spec, backward)
+            asked = (dbias if backward else None, kind, dense.spec, backward, spec.deterministic, strides)
+            nbytes = kernels.attention_workspace(*shapes, *asked)
             return {"workspace": Meta((nbytes,), formats.uint8)}
 
         def padded(names: Iterable[str]) -> dict[str, Meta]:

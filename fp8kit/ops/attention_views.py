@@ -63,7 +63,7 @@ def lse_shape(dense: Dense) -> Shape:
 
 def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
     """The call in a padded format."""
-    inner = dataclasses.replace(spec, qkv_format="bshd") if spec.packed else spec
+    inner = dataclasses.replace(spec, qkv_format="bshd", zero_padded=True) if spec.packed else spec  # unpacking writes 0
     shapes, parts = {}, {}
     for name, letters in LAYOUTS[spec.layout].items():
         leading = leading_of(spec, meta_of(metas, name).shape)
