@@ -42,8 +42,8 @@ def _values(view: ArrayView) -> Array:
 
 
 def _places(pages: ArrayView, batch: int, first: int, last: int, cache: Array) -> Iterator[tuple[int, slice, slice]]:
-    """Positions first ... last - 1 of a sequence, page by page: (page, places in it, places among the positions). Left out is what the table
-    names no page of the cache for."""
+    """Positions first ... last - 1 of a sequence, page by page: (page, places in it, places among the positions). Positions that the table
+    names no page of the cache for are left out."""
     table, size, start = pages.numpy()[batch], cache.shape[1], first
     first, last = max(first, 0), min(last, len(table) * size)
     while first < last:
