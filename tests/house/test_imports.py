@@ -30,7 +30,7 @@ ROOMS = {
     "ops": ("fp8kit.spec", "fp8kit.ops"),
     "steps": ("fp8kit.kv_steps",),
     "autograd": ("fp8kit.autograd",),
-    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization"),
+    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing", "fp8kit.numerics"),
     "commands": ("fp8kit.cli", "fp8kit.bench", "fp8kit.__main__"),
