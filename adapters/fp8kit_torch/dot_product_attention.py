@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.kv_steps import cached_mask
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
-from fp8kit.ops.kv_steps import cached_mask
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, not_compiled, positive, refuse
 from fp8kit_torch.draws import next_rng

@@ -12,7 +12,7 @@ from fp8kit.arrays import Shape
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
-from fp8kit.ops.kv_steps import Steps
+from fp8kit.kv_steps import Steps
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.parameters import placed
 from fp8kit_torch.views import as_view, dtype_of, kind_of

@@ -15,6 +15,7 @@ from fp8kit.autograd import Tensor, apply
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.formats import float32
+from fp8kit.kv_steps import cached_mask
 from fp8kit.nn import random
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
@@ -23,7 +24,6 @@ from fp8kit.nn.recompute import checkpoint
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_cache import cached_attention
-from fp8kit.ops.kv_steps import cached_mask
 from fp8kit.spec import Operation
 
 _ALIASES = ("padding,causal", "causal,padding")
