@@ -104,6 +104,13 @@ class QuantizedTensor(torch.Tensor):
         """Its parts by the names of a product's cached input."""
         return {f"x{name.removeprefix('w')}": part for name, part in self._parts.items()}
 
+    def side(self, turned: bool) -> tuple[Tensor, Tensor, Quant]:
+        """(codes, 1 / scales, how they were cast) with the last dimension, or, ``turned``, the rows as the contraction of a product."""
+        name = "w_qt" if turned else "w_q"
+        inverse = self._parts.get(f"{name}_inv", self._parts.get("w_scale_inv"))
+        assert inverse is not None
+        return self._parts[name], inverse, self._fp8.w
+
     def _values(self) -> Tensor:
         k, quant = self.shape[-1], self._fp8.w
         n = self.numel() // max(k, 1)
@@ -202,6 +209,9 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"QuantizedTensor({self._fp8.w.format.name}, {self._fp8.w.tile or 'tensor'}, {self._values()!r})"
+
+
+Float8Tensor = QuantizedTensor  # Transformer Engine's name
 
 
 class _Decode(torch.autograd.Function):

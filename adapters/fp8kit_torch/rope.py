@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,3 +96,26 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", 
             inputs[name] = value.to(t.device)
     heads, dim = t.shape[-2:]
     return run("rope", spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved)), inputs)["y"]
+
+
+def apply_fused_qkv_rotary_pos_emb(qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_split_arg_list: Sequence[int],
+                                   tensor_format: str = "sbhd", start_positions: Tensor | None = None, interleaved: bool = False,
+                                   cu_seqlens: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries, keys, values) of a packed projection, queries and keys turned; differentiable in ``qkv``.
+
+    * ``qkv``: h (s, b, g, n) or (b, s, g, n): for each of g groups its queries', its key's and its value's features, as many as
+      ``qkv_split_arg_list`` (h / g d, d, d) says. ``q_freqs``, ``k_freqs``: angles, as ``freqs`` of ``apply_rotary_pos_emb``.
+    * Others as there; "thd", and so ``cu_seqlens``, is refused.
+
+    Returns h (s, b, h, d), (s, b, g, d), (s, b, g, d), or b first. Raises Fp8kitError kinds for what does not fit.
+    """
+    op, sizes = "apply_fused_qkv_rotary_pos_emb", [int(n) for n in qkv_split_arg_list]
+    only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cu_seqlens": (cu_seqlens, None)})
+    if tensor_format not in ("sbhd", "bshd"):
+        raise Fp8kitError(expected(op, "tensor_format", repr(tensor_format), "sbhd or bshd"))
+    if qkv.ndim != 4 or len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] or sizes[1] != sizes[2]:
+        wanted = "(s, b, groups, features) whose features are those of some queries, of a key and of a value"
+        raise ShapeError(expected(op, "qkv", f"shape {tuple(qkv.shape)} of {sizes}", wanted))
+    q, k, v = (part.reshape(*qkv.shape[:2], -1, sizes[1]) for part in qkv.split(sizes, -1))
+    turned = [apply_rotary_pos_emb(t, freqs, tensor_format, start_positions, interleaved) for t, freqs in ((q, q_freqs), (k, k_freqs))]
+    return turned[0], turned[1], v
