@@ -51,6 +51,8 @@ class Program:
     * ``metas``: the operation's inputs as (name, Meta). ``needs``: inputs whose gradient is wanted.
     * ``late``: further inputs of backward, float32 (1,): the gradients' scales or amaxes. ``cotangents``: outputs whose cotangent comes.
     * ``policy``: which implementations are chosen, as it was when the program was traced.
+    * ``views``: shapes that arrays have in JAX where the operation has them flattened (a kernel (K, 3, N) as (K, 3 N)), by name. The memory
+      is the same, and so is the text: only what splits over devices looks at it.
     """
 
     face: str
@@ -61,6 +63,7 @@ class Program:
     late: tuple[str, ...] = ()
     cotangents: tuple[str, ...] = ()
     policy: SelectionPolicy = SelectionPolicy()  # noqa: RUF009  (a frozen value)
+    views: tuple[tuple[str, arrays.Shape], ...] = ()
 
     @cached_property
     def op(self) -> Operation:
@@ -93,6 +96,11 @@ class Program:
             return tuple((name, meta) for name, meta in s.outputs.items() if meta.zero)
         return (*s.outputs.items(), *s.saved.items())
 
+    def seen(self, kind: str) -> list[tuple[str, arrays.Shape]]:
+        """Names and shapes of "arguments" or "results" as JAX has them, int64 as the operation has it."""
+        views = dict(self.views)
+        return [(name, views.get(name, meta.shape)) for name, meta in getattr(self, kind)]
+
     def plan(self, device: Device) -> Plan:
         """The plan on a device."""
         with policy_context(self.policy):
@@ -106,7 +114,7 @@ class Program:
 
     def text(self, scratch: Named) -> str:
         """The program as text, with the temporaries that it was compiled with."""
-        whole = {"form": FORM, "program": _encode(self), "scratch": _encode(scratch)}
+        whole = {"form": FORM, "program": _encode(dataclasses.replace(self, views=())), "scratch": _encode(scratch)}
         return json.dumps(whole, separators=(",", ":"), sort_keys=True)
 
 

@@ -92,10 +92,9 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
         raise ShapeError(expected("rope", "x", f"shape {x.shape}", "(batch, sequence, heads, features), or (tokens, heads, features)"))
     heads, dim = x.shape[-2:]
     spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, bool(interleaved))
-    flat = x.reshape(*x.shape[:-2], heads * dim)
-    inputs = {"x": flat, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
+    inputs = {"x": x, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
               "cu_seqlens_padded": cu_seqlens_padded}
-    return apply(rope_operation, spec, inputs)["y"].reshape(x.shape)
+    return apply(rope_operation, spec, inputs)["y"]
 
 
 def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:

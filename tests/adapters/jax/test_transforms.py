@@ -199,45 +199,6 @@ def test_shard_map_is_one_device(recipe, check):
         near(got, want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("axes", [("data", None), (None, "tensor"), ("data", "tensor")], ids=str)
-def test_jit_with_shardings_is_one_device(recipe, axes):
-    """Rows and columns of the product over a mesh of 4 x 2, by NamedSharding alone."""
-    recipe = RECIPES[recipe]
-    rows, columns = axes
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
-    x, w, b = draw(0, 4, 16, K) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, K, N), draw(2, N)
-    sets = moved(recipe, x[0], w, b)
-
-    def loss(x, w, b, sets):
-        return (layer(x, w, b, sets) ** 2).sum()
-
-    want, (dx, dw, db, want_new) = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(x, w, b, sets)
-    put = jax.device_put
-    placed = put(x, NamedSharding(mesh, P(rows))), put(w, NamedSharding(mesh, P(None, columns))), put(b, NamedSharding(mesh, P(columns)))
-    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
-    got, grads = step(*placed, put(sets, NamedSharding(mesh, P())))
-    same("state", grads[3], want_new)
-    for a, c in ((got, want), (grads[0], dx), (grads[1], dw), (grads[2], db)):
-        near(a, c)
-
-
-def test_nothing_is_gathered_where_rows_and_columns_are_split():
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
-    x, w = draw(0, 64, 4, K), draw(1, K, 64)
-    placed = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P("data")), (w, P(None, "tensor")))]
-    sets = quantizers(RECIPES["delayed"])
-
-    def step(x, w, sets):
-        return jax.grad(lambda x, w, sets: (layer(x, w, None, sets) ** 2).sum(), (0, 1, 2))(x, w, sets)
-
-    compiled = jax.jit(step).lower(*placed, sets).compile()
-    assert "all-gather" not in compiled.as_text()
-    dx, dw, _ = compiled(*placed, jax.device_put(sets, NamedSharding(mesh, P())))
-    assert dx.sharding.spec[0] == "data"
-    assert dw.sharding.spec[1] == "tensor"
-
-
 @pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
 def test_an_mlp_over_devices_is_one_device(recipe, manual):
@@ -261,12 +222,3 @@ def test_an_mlp_over_devices_is_one_device(recipe, manual):
         got, grads = jax.jit(value)(*whole, jax.device_put(x, NamedSharding(mesh, P("data"))))
     jax.tree.map(near, (got, grads[0], grads[1]), (want, want_gamma, want_kernels))
     jax.tree.map(near, grads[2], want_sets)
-
-
-def test_attention_over_devices_is_one_device():
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
-    parts = [draw(i, 8, 16, 2, 8) for i in range(3)]
-    step = jax.jit(jax.value_and_grad(lambda q, k, v: (fj.dot_product_attention(q, k, v) ** 2).sum(), (0, 1, 2)))
-    placed = jax.device_put(parts, NamedSharding(mesh, P("data")))
-    jax.tree.map(near, step(*placed), step(*parts))
-    assert "all-gather" not in step.lower(*placed).compile().as_text()
