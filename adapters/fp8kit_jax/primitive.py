@@ -4,7 +4,9 @@
 the program is lowered, for the platform it is lowered to, and XLA takes the memory back at once.
 
 vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing is kept for
-backward), the batch becomes further rows of one call. Everywhere else the elements run one after the other.
+backward), the batch becomes further rows of one call: the same codes, scales and terms, and, without a matrix product, the same bits.
+The matrix library may sum a longer matrix in another order: ``fk.deterministic(True)``, whose promise is the bits, runs products one
+element after the other too. Everywhere else the elements run so always.
 """
 
 from __future__ import annotations
@@ -154,6 +156,8 @@ def _rows_apart(program: Program) -> bool:
     if program.operation not in ("linear", "norm", "norm_linear", "norm_mlp", "activation"):
         return False
     products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
+    if products and program.policy.deterministic:
+        return False
     return all(product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products)
 
 
