@@ -52,6 +52,8 @@ class Program:
     * ``late``: further inputs of backward, float32 (1,): the gradients' scales or amaxes. ``cotangents``: outputs whose cotangent comes.
     * ``policy``: which implementations are chosen, as it was when the program was traced. ``plugins``: what there was to choose from
       beside fp8kit's own then: a program is traced and prepared anew when that changes.
+    * ``views``: shapes that arrays have in JAX where the operation has them flattened (a kernel (K, 3, N) as (K, 3 N)), by name. The memory
+      is the same, and so is the text: only what splits over devices looks at it.
     """
 
     face: str
@@ -63,6 +65,7 @@ class Program:
     cotangents: tuple[str, ...] = ()
     policy: SelectionPolicy = SelectionPolicy()  # noqa: RUF009  (a frozen value)
     plugins: str = field(default_factory=dispatch.plugins_fingerprint)
+    views: tuple[tuple[str, arrays.Shape], ...] = ()
 
     @cached_property
     def op(self) -> Operation:
@@ -95,6 +98,11 @@ class Program:
             return tuple((name, meta) for name, meta in s.outputs.items() if meta.zero)
         return (*s.outputs.items(), *s.saved.items())
 
+    def seen(self, kind: str) -> list[tuple[str, arrays.Shape]]:
+        """Names and shapes of "arguments" or "results" as JAX has them, int64 as the operation has it."""
+        views = dict(self.views)
+        return [(name, views.get(name, meta.shape)) for name, meta in getattr(self, kind)]
+
     def plan(self, device: Device) -> Plan:
         """The plan on a device."""
         with policy_context(self.policy):
@@ -108,7 +116,7 @@ class Program:
 
     def text(self, scratch: Named) -> str:
         """The program as text, with the temporaries that it was compiled with."""
-        whole = {"form": FORM, "program": _encode(self), "scratch": _encode(scratch)}
+        whole = {"form": FORM, "program": _encode(dataclasses.replace(self, views=())), "scratch": _encode(scratch)}
         return json.dumps(whole, separators=(",", ":"), sort_keys=True)
 
 

@@ -92,10 +92,9 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
         raise ShapeError(expected("rope", "x", f"shape {x.shape}", "(batch, sequence, heads, features), or (tokens, heads, features)"))
     heads, dim = x.shape[-2:]
     spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, bool(interleaved))
-    flat = x.reshape(*x.shape[:-2], heads * dim)
-    inputs = {"x": flat, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
+    inputs = {"x": x, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
               "cu_seqlens_padded": cu_seqlens_padded}
-    return apply(rope_operation, spec, inputs)["y"].reshape(x.shape)
+    return apply(rope_operation, spec, inputs)["y"]
 
 
 def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:
@@ -104,6 +103,13 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
     whole = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
     return jnp.asarray(whole.astype(np.float32))
+
+
+def changed(x: Any, norm: Any, turn: Any, norm_first: bool) -> Any:
+    """Queries or keys after their norm and their rotary embedding, functions of one array or None, in this or the other order."""
+    for step in (norm, turn) if norm_first else (turn, norm):
+        x = x if step is None else step(x)
+    return x
 
 
 def rng_words(key: Any) -> Any:

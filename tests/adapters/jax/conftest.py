@@ -10,7 +10,7 @@ import pytest
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy and PyTorch allocate on the same GPU
 
-NEED_FLAX = ["test_flax.py", "test_flax_fields.py", "test_nnx.py"]
+NEED_FLAX = ["test_flax.py", "test_flax_decode.py", "test_flax_fields.py", "test_flax_options.py", "test_nnx.py"]
 collect_ignore = [] if importlib.util.find_spec("flax") else NEED_FLAX
 
 
@@ -18,6 +18,24 @@ def pytest_terminal_summary(terminalreporter):
     """What was left out, said."""
     if collect_ignore:
         terminalreporter.write_line(f"Flax is not installed: {', '.join(collect_ignore)} are left out, which need no GPU", yellow=True)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of two GPUs are skipped where there are fewer."""
+    marked = [item for item in items if item.get_closest_marker("gpu2") is not None]
+    if marked and gpus() < 2:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="fewer than two CUDA devices that JAX sees"))
+
+
+def gpus():
+    """How many GPUs JAX sees."""
+    import jax
+
+    try:
+        return jax.device_count("gpu")
+    except RuntimeError:
+        return 0
 
 
 @pytest.fixture(autouse=True)
