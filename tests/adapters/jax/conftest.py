@@ -20,24 +20,6 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"Flax is not installed: {', '.join(collect_ignore)} are left out, which need no GPU", yellow=True)
 
 
-def pytest_collection_modifyitems(items):
-    """Tests of two GPUs are skipped where there are fewer."""
-    marked = [item for item in items if item.get_closest_marker("gpu2") is not None]
-    if marked and gpus() < 2:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="fewer than two CUDA devices that JAX sees"))
-
-
-def gpus():
-    """How many GPUs JAX sees."""
-    import jax
-
-    try:
-        return jax.device_count("gpu")
-    except RuntimeError:
-        return 0
-
-
 @pytest.fixture(autouse=True)
 def placed(request):
     """Arrays go to the first CPU device, or to the GPU."""
