@@ -50,7 +50,12 @@ def _bars(axes: Any, names: list[str], got: list[float], ceiling: list[float], u
     axes.invert_yaxis()
     axes.set(xlabel=unit, title=title)
     axes.grid(axis="x", alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right", bbox_to_anchor=(1.0, -0.06))
+
+
+def pays(rows: list[Row], case: str) -> str:
+    """From how many tokens on a case's FP8 is faster, hidden size by hidden size, in words."""
+    return ", ".join(f"{tokens} at {hidden}" for hidden, tokens in curve(rows, case).items() if tokens) or "nowhere"
 
 
 def breakeven(path: Path, rows: list[Row]) -> None:
@@ -65,8 +70,8 @@ def breakeven(path: Path, rows: list[Row]) -> None:
             if cells:
                 axes.plot(*zip(*cells, strict=True), marker="o", markersize=3, color=colour, label=f"hidden {size}")
         axes.axhline(1.0, color="0.3", linestyle=":")
-        axes.set(xscale="log", yscale="log", xlabel="tokens", title=case)
-        axes.set_title(f"{case}\npays from: " + ", ".join(f"{h}: {t}" for h, t in curve(rows, case).items() if t) or "nowhere", fontsize=8)
+        axes.set(xscale="log", yscale="log", xlabel="tokens")
+        axes.set_title(f"{case}\npays from: {pays(rows, case)}", fontsize=8)
         axes.grid(alpha=0.25, which="both")
     panels[0].set_ylabel("time / plain bfloat16")
     panels[0].legend(frameon=False, fontsize=8)
