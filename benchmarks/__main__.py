@@ -107,16 +107,17 @@ def isolated(parts: Sequence[reports.Part], setting: Setting, options: argparse.
         folder = options.out / "parts" / part.name
         order = [sys.executable, "-m", "benchmarks", part.name, "--out", str(folder), "--device", str(setting.device)]
         order += ["--rounds", str(setting.rounds)]
-        start = time.perf_counter()
+        start, said = time.perf_counter(), "it cannot be started"
         limit = min(PART_SECONDS, setting.left())
         try:
             done = subprocess.run([*order, "--minutes", f"{limit / 60:.3f}"], capture_output=True, text=True, timeout=limit + 30)
+            said = f"{done.returncode}: {' '.join(done.stderr.split())[-300:]}"
             found = reports.read(folder / FILE)
             return found.parts[part.name], found.about
         except subprocess.TimeoutExpired:
             status = f"failed: no end after {limit:.0f} s"
         except (OSError, ValueError, KeyError):
-            status = f"failed: the process ended with {done.returncode}: {' '.join(done.stderr.split())[-300:]}"
+            status = f"failed: the process ended with {said}"
         return {"status": status, "seconds": time.perf_counter() - start, "rows": []}, {}
 
     whole = Report({"parts apart": True, "versions": reports.versions() | peers(), "machine": reports.machine(setting.device)})

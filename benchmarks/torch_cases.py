@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.torch_plain import plain
 from fp8kit.arrays import Device
+from fp8kit.bench.breakeven import native_door
 from fp8kit.bench.memory import Peak, pool_growth
-from fp8kit.bench.problem import RECIPES, Contender, Problem, Results, Running, native
+from fp8kit.bench.problem import RECIPES, Contender, Modules, Problem, Results, Running, native
 from fp8kit.bench.report import Unavailable
 from fp8kit.recipe import Recipe
 
@@ -111,9 +112,14 @@ def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
 # --- torch itself -----------------------------------------------------------------------------------------------------
 
 
-def eager(problem: Problem, scope: Scope = nullcontext, captured: bool = False) -> Running:
-    """The plain module."""
-    module = plain(problem.kind, problem.sizes, weights(problem), torch.bfloat16)
+def plain_module(problem: Problem) -> torch.nn.Module:
+    """torch's own module with the problem's weights."""
+    return plain(problem.kind, problem.sizes, weights(problem), torch.bfloat16)
+
+
+def eager(problem: Problem, scope: Scope = nullcontext, captured: bool = False, module: torch.nn.Module | None = None) -> Running:
+    """The plain module, ``module`` where one is there already."""
+    module = plain_module(problem) if module is None else module
     return running(problem, module, list(module.parameters()), scope, True, captured)
 
 
@@ -124,7 +130,7 @@ def cudnn_attention(problem: Problem) -> Running:
 
 def compiled(problem: Problem) -> Running:
     """The plain module under torch.compile, default mode; on the CPU without its code generator."""
-    module = plain(problem.kind, problem.sizes, weights(problem), torch.bfloat16)
+    module = plain_module(problem)
     made = torch.compile(module, backend=backend(problem), dynamic=False)
     return running(problem, made, list(module.parameters()), batch_first=True)
 
@@ -206,8 +212,7 @@ def torchao(problem: Problem) -> Running:
     """The plain module with torchao's FP8 products, scaled by tensor at each call, under torch.compile as torchao wants it."""
     _want("torchao")
     float8 = importlib.import_module("torchao.float8")
-    module = plain(problem.kind, problem.sizes, weights(problem), torch.bfloat16)
-    module = float8.convert_to_float8_training(module, config=float8.Float8LinearConfig.from_recipe_name("tensorwise"))
+    module = float8.convert_to_float8_training(plain_module(problem), config=float8.Float8LinearConfig.from_recipe_name("tensorwise"))
     made = torch.compile(module, backend=backend(problem), dynamic=False)
     return running(problem, made, list(module.parameters()), batch_first=True)
 
@@ -241,15 +246,19 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
     return found
 
 
-def breakeven(problem: Problem) -> Mapping[str, Contender]:
+def breakeven(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
     """The break-even grid's: plain torch and FP8 through both doors, eager and captured."""
     free()
     fp8 = RECIPES["FP8 delayed"]
-    found: dict[str, Contender] = {EAGER: eager, "fp8kit native FP8": lambda p: native(p, fp8),
-                                   "fp8kit_torch FP8": lambda p: fp8kit_torch(p, fp8)}  # fmt: skip
+
+    def torchs(name: str, captured: bool = False) -> dict[str, Contender]:
+        return {name: lambda p: eager(p, captured=captured, module=modules.of(p, name, lambda: plain_module(p)))}
+
+    found = torchs(EAGER) | native_door("fp8kit native FP8", fp8, modules)
+    found["fp8kit_torch FP8"] = lambda p: fp8kit_torch(p, fp8)
     if problem.device.kind == "cuda":
-        found |= {GRAPH: lambda p: eager(p, captured=True), "fp8kit native FP8, graph": lambda p: native(p, fp8, graph=True),
-                  "fp8kit_torch FP8, graph": lambda p: fp8kit_torch(p, fp8, graph=True)}  # fmt: skip
+        found |= torchs(GRAPH, True) | native_door("fp8kit native FP8, graph", fp8, modules, True)
+        found["fp8kit_torch FP8, graph"] = lambda p: fp8kit_torch(p, fp8, graph=True)
     return found
 
 

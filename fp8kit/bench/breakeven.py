@@ -1,7 +1,7 @@
 """From which size on FP8 pays: a layer of many hidden sizes and token counts, eager and as a captured graph.
 
-One module a hidden size and contender, its steps timed in turn at each number of tokens; the largest sizes get fewer rounds, so that the
-whole grid fits its time. Results are compared with the first contender's, whose own error the part ``layer`` measures.
+Most contenders keep their module over the numbers of tokens. Steps are timed in turn; the largest sizes get fewer rounds, so that the whole
+grid fits its time. Results are compared with the first contender's, whose own error the part ``layer`` measures.
 """
 
 from __future__ import annotations
@@ -9,29 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fp8kit import arrays
-from fp8kit.bench.problem import RECIPES, Contender, Problem, Results, Running, bounds, errors, native
+from fp8kit.bench.problem import RECIPES, Contender, Modules, Problem, Results, Running, bounds, errors, native, native_module
 from fp8kit.bench.report import Row, Setting, reason
 from fp8kit.bench.sizes import layer_of
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
+from fp8kit.recipe import Recipe
 
 SECONDS = 120.0  # for the whole grid
-Contenders = Callable[[Problem], Mapping[str, Contender]]
+Contenders = Callable[[Problem, Modules], Mapping[str, Contender]]
 
 
-def native_only(problem: Problem) -> Mapping[str, Contender]:
+def native_door(name: str, recipe: Recipe | None, modules: Modules, graph: bool = False) -> dict[str, Contender]:
+    """The native door under ``name``, its module kept in ``modules`` over the token counts."""
+    return {name: lambda p: native(p, recipe, graph=graph, module=modules.of(p, name, lambda: native_module(p)))}
+
+
+def native_only(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
     """The native door, bfloat16 first: what the others are compared with."""
-    found: dict[str, Contender] = {
-        "fp8kit native bf16": lambda p: native(p, None), "fp8kit native FP8": lambda p: native(p, RECIPES["FP8 delayed"]),
-    }  # fmt: skip
+    fp8 = RECIPES["FP8 delayed"]
+    found = native_door("fp8kit native bf16", None, modules) | native_door("fp8kit native FP8", fp8, modules)
     if problem.device.kind == "cuda":
-        found |= {"fp8kit native bf16, graph": lambda p: native(p, None, graph=True),
-                  "fp8kit native FP8, graph": lambda p: native(p, RECIPES["FP8 delayed"], graph=True)}  # fmt: skip
+        found |= native_door("fp8kit native bf16, graph", None, modules, True) | native_door("fp8kit native FP8, graph", fp8, modules, True)
     return found
 
 
 def breakeven_part(setting: Setting, contenders: Contenders = native_only) -> list[Row]:
     """A row a cell and contender: ``gpu_ms`` and ``ratio`` to the first contender of the cell, of the same kind (eager, graph)."""
-    own = setting.within(SECONDS)
+    own, modules = setting.within(SECONDS), Modules()
     cells = [(hidden, tokens) for hidden in setting.sizes.hidden for tokens in setting.sizes.tokens]
     rows: list[Row] = []
     for i, (hidden, tokens) in enumerate(cells):
@@ -41,7 +45,8 @@ def breakeven_part(setting: Setting, contenders: Contenders = native_only) -> li
         if own.left() <= 0:
             rows.append({"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": "left out: no time"})
             continue
-        rows += _cell(workload, problem, contenders(problem), own, own.left() / (len(cells) - i), {"hidden": hidden, "tokens": tokens})
+        place, seconds = {"hidden": hidden, "tokens": tokens}, own.left() / (len(cells) - i)
+        rows += _cell(workload, problem, contenders(problem, modules), own, seconds, place)
     return rows
 
 

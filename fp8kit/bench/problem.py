@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,11 +52,7 @@ class Problem:
     def weights(self) -> dict[str, HostArray]:
         """Norms' weights near 1, the rest normal. A matrix (out, in) has variance 1 / in: the branches are then about as large as the
         residual stream at every size, and the stream's rounding does not drown what they are compared by."""
-        found = {}
-        for i, (name, shape) in enumerate(parameter_shapes(self.kind, self.sizes).items()):
-            spread, mean = (shape[1] ** -0.5, 0.0) if len(shape) == 2 else (0.1, 1.0 if name.endswith("norm_weight") else 0.0)
-            found[name] = random.normal(shape, self.seed + i, _ROUNDED, spread, mean)
-        return found
+        return random_weights(self.kind, self.sizes, self.seed)
 
     def data(self, seed: int, features: int) -> HostArray:
         """Random normal values of the input's leading dimensions."""
@@ -88,6 +85,33 @@ class Problem:
         """Sampled y and dx, of a TransformerLayer without what its residual stream carries: that would hide the error."""
         y, dx = self.sampled(y), self.sampled(dx)
         return (y - self.sampled(self.x), dx - self.sampled(self.dy)) if self.kind == "TransformerLayer" else (y, dx)
+
+
+@functools.lru_cache(maxsize=1)
+def random_weights(kind: str, sizes: tuple[int, ...], seed: int) -> dict[str, HostArray]:
+    """See ``Problem.weights``. Kept for the next problem of the same sizes; not to be written."""
+    found = {}
+    for i, (name, shape) in enumerate(parameter_shapes(kind, sizes).items()):
+        spread, mean = (shape[1] ** -0.5, 0.0) if len(shape) == 2 else (0.1, 1.0 if name.endswith("norm_weight") else 0.0)
+        found[name] = random.normal(shape, seed + i, _ROUNDED, spread, mean)
+    return found
+
+
+class Modules:
+    """Modules that are used again for problems of the same sizes, by name; those of other sizes are let go."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[int, ...] = ()
+        self._made: dict[str, Any] = {}
+
+    def of(self, problem: Problem, name: str, make: Callable[[], Any]) -> Any:
+        """The module of that name, made where there is none of these sizes."""
+        if problem.sizes != self._sizes:
+            self._made.clear()
+            self._sizes = problem.sizes
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
 
 def parameter_shapes(kind: str, sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -150,9 +174,13 @@ def native_call(module: nn.Module, leaf: Any, upstream: ArrayView, recipe: Recip
     return call
 
 
-def native(problem: Problem, recipe: Recipe | None, dtype: DType = formats.bfloat16, graph: bool = False) -> Running:
-    """fp8kit's own module and autograd; with ``graph`` its whole step captured once and replayed. Unavailable without ``fk.graph``."""
-    module = native_module(problem, dtype)
+def native(problem: Problem, recipe: Recipe | None, dtype: DType = formats.bfloat16, graph: bool = False,
+           module: nn.Module | None = None) -> Running:
+    """fp8kit's own module and autograd; with ``graph`` its whole step captured once and replayed. Unavailable without ``fk.graph``.
+
+    ``module``: one of the problem's, instead of a new one.
+    """
+    module = native_module(problem, dtype) if module is None else module
     leaf = tensor(_put(problem.x, problem.device, dtype), requires_grad=True)
     call = native_call(module, leaf, _put(problem.dy, problem.device, dtype), recipe)
     step = captured(call) if graph else call

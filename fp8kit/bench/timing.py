@@ -120,22 +120,14 @@ def gpu_state(device: Device, load: Step, seconds: float = 1.0) -> dict[str, str
     once = medians(interleaved({"load": load}, EventClock(device), 1, 5))["load"]
     for _ in range(max(1, int(seconds / once))):
         load()
-    properties = launch.runtime().getDeviceProperties(device.index)
+    # by its place on the bus: nvidia-smi numbers devices in another way than the process does
+    place = launch.runtime().deviceGetPCIBusId(device.index)
+    order = ["nvidia-smi", "-i", place, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(["nvidia-smi", "-i", _identity(properties, device.index), f"--query-gpu={','.join(QUERY)}",
-                               "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(order, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"nvidia-smi": f"{type(error).__name__}: {error}"}
     finally:
         arrays.synchronize(device)
     values = [value.strip() for value in done.stdout.strip().split(",")]
     return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else {"nvidia-smi": (done.stdout + done.stderr).strip()}
-
-
-def _identity(properties: Mapping[str, Any], index: int) -> str:
-    """The name by which nvidia-smi knows the device, whose own numbering is another than the process's."""
-    uuid = properties.get("uuid")
-    if not isinstance(uuid, bytes) or len(uuid) < 16:
-        return str(index)
-    digits = uuid[:16].hex()
-    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

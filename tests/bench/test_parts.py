@@ -10,7 +10,7 @@ import pytest
 import fp8kit as fk
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends import dispatch
-from fp8kit.bench import breakeven, gemms, memory, plots, skeleton, start
+from fp8kit.bench import breakeven, gemms, memory, plots, problem, skeleton, start
 from fp8kit.bench.casts import casts_part
 from fp8kit.bench.parts import NATIVE
 from fp8kit.bench.problem import native
@@ -178,10 +178,18 @@ def test_the_grid_runs_and_is_checked():
         return running
 
     setting = Setting(CPU, SMALL, 1, 1, 0)
-    rows = breakeven.breakeven_part(setting, lambda problem: {"plain": lambda p: native(p, None), "wrong": wrong})
+    rows = breakeven.breakeven_part(setting, lambda problem, modules: {"plain": lambda p: native(p, None), "wrong": wrong})
     assert len(rows) == 2 * len(SMALL.hidden) * len(SMALL.tokens)
     assert all(row["status"] == "ok" and row["ratio"] == 1 for row in rows if row["case"] == "plain")
     assert all(row["status"].startswith("WRONG") for row in rows if row["case"] == "wrong")
+
+
+def test_modules_are_kept_over_token_counts():
+    kept, made = problem.Modules(), []
+    for sizes in ((1, 2), (1, 2), (3, 4), (1, 2)):
+        given = problem.Problem("Linear", sizes, 4, 1, CPU)
+        assert kept.of(given, "a", lambda sizes=sizes: made.append(sizes) or sizes) == sizes
+    assert made == [(1, 2), (3, 4), (1, 2)]
 
 
 def test_the_grid_stops_in_time():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fp8kit.arrays import CPU, Device
+from fp8kit.backends.cuda import launch
 from fp8kit.bench import timing
 from fp8kit.bench.timing import WallClock, clock_for, host_seconds, interleaved, medians
 
@@ -77,10 +80,86 @@ def test_the_cpu_has_the_hosts_clock():
     assert isinstance(clock_for(CPU), WallClock)
 
 
-def test_nvidia_smi_is_asked_by_uuid():
-    uuid = bytes(range(16))
-    assert timing._identity({"uuid": uuid}, 3) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
-    assert timing._identity({}, 3) == "3"
+class Runtime:
+    """CUDA's events, as far as a clock needs them: an event is the time of its record, in milliseconds; all are destroyed."""
+
+    def __init__(self):
+        self.now, self.alive, self.times = 0.0, set(), {}
+
+    def eventCreate(self):
+        event = len(self.times) + 1
+        self.times[event] = None
+        self.alive.add(event)
+        return event
+
+    def eventRecord(self, event, stream):
+        assert stream == 7
+        self.times[event] = self.now
+
+    def eventSynchronize(self, event):
+        assert self.times[event] is not None
+
+    def eventElapsedTime(self, start, end):
+        return self.times[end] - self.times[start]
+
+    def eventDestroy(self, event):
+        self.alive.remove(event)
+
+    def getDevice(self):
+        return 0
+
+    def deviceGetPCIBusId(self, index):
+        return "0000:1b:00.0"
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    made = Runtime()
+    monkeypatch.setattr(launch, "runtime", lambda: made)
+    monkeypatch.setattr(timing.arrays, "current_stream", lambda device: 7)
+    monkeypatch.setattr(timing.arrays, "synchronize", lambda device: None)
+    return made
+
+
+def test_events_stand_around_each_call(runtime):
+    lengths = iter([5.0, 1.0, 2.0, 3.0])
+
+    def step():
+        runtime.now += next(lengths)
+
+    clock = timing.EventClock(Device("cuda"))
+    step()
+    assert clock.seconds(step, 3) == [0.001, 0.002, 0.003]
+    assert not runtime.alive
+
+    def failing():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        clock.seconds(failing, 2)
+    assert not runtime.alive
+
+
+@pytest.mark.parametrize(("printed", "wanted"), [
+    ("1455 MHz, 3201 MHz, 1980 MHz, 700.00 W, 42, 0x4\n", {"clocks.sm": "1455 MHz", "power.draw": "700.00 W"}),
+    ("No devices were found\n", {"nvidia-smi": "No devices were found"}),
+])  # fmt: skip
+def test_the_state_under_load(runtime, monkeypatch, printed, wanted):
+    """nvidia-smi is asked while work is queued: a second of a call that takes 250 ms."""
+    calls, asked = [], []
+
+    def load():
+        calls.append(1)
+        runtime.now += 250
+
+    def smi(order, **options):
+        asked.append((order[2], len(calls)))
+        return SimpleNamespace(stdout=printed, stderr="")
+
+    monkeypatch.setattr(timing.subprocess, "run", smi)
+    found = timing.gpu_state(Device("cuda"), load)
+    assert wanted.items() <= found.items()
+    assert asked == [("0000:1b:00.0", 2 + 5 + 4)]
 
 
 @pytest.mark.gpu

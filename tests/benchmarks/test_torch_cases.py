@@ -16,7 +16,7 @@ from benchmarks import torch_cases, torch_kernels, torch_plain
 from fp8kit import arrays, recipe
 from fp8kit.arrays import CPU, Device
 from fp8kit.bench import breakeven, gemms, layers, skeleton
-from fp8kit.bench.problem import RECIPES, Problem, errors, native, verdict
+from fp8kit.bench.problem import RECIPES, Modules, Problem, errors, native, verdict
 from fp8kit.bench.report import Setting, Unavailable
 from fp8kit.bench.sizes import SMALL, Layer
 
@@ -128,7 +128,7 @@ def test_who_takes_part():
     assert "fp8kit_torch FP8 block" not in torch_cases.contenders(small("Linear"), "host")
     on_gpu = Problem("TransformerLayer", (32, 64, 2), 16, 2, Device("cuda"))
     assert {torch_cases.CUDNN, torch_cases.GRAPH, "fp8kit native FP8 delayed, graph"} <= set(torch_cases.contenders(on_gpu, "layer 1024"))
-    assert len(torch_cases.breakeven(on_gpu)) == 6
+    assert len(torch_cases.breakeven(on_gpu, Modules())) == 6
 
 
 def test_a_workload_in_small(monkeypatch):
