@@ -205,12 +205,24 @@ def native(problem: Problem, recipe: Recipe | None, dtype: DType = formats.bfloa
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``fk.graph(call)``: captured at its first call, replayed after. Unavailable where this fp8kit has no graphs."""
+    """``call`` by ``fk.graph``: run as it is at first, then captured, and replayed from then on. What it returns stays where the capture
+    wrote it, and is not copied out. Unavailable where this fp8kit has no graphs."""
     graph = getattr(fp8kit, "graph", None)
     if graph is None:
         raise Unavailable("fk.graph is missing: this fp8kit captures no graphs")
-    made: Callable[[], Any] = graph(call)
-    return made
+    last: list[Any] = [None]
+
+    def whole() -> None:
+        last[0] = None
+        last[0] = call()
+
+    replayed = graph(whole)
+
+    def step() -> Any:
+        replayed()
+        return last[0]
+
+    return step
 
 
 def _put(host: HostArray, device: Device, dtype: DType) -> ArrayView:
