@@ -192,7 +192,8 @@ def table(title: str, rows: Sequence[Row]) -> list[str]:
     """The rows under a title, as aligned lines; a status other than "ok" ends the line."""
     columns = {name: form for name, form in COLUMNS.items() if any(name in row for row in rows)}
     width = max(len(title), *(len(row["case"]) for row in rows))
-    widths = {name: max(int(form.partition(".")[0]) if form != "s" else 8, len(name)) for name, form in columns.items()}
+    longest = max(len(str(row.get("unit", ""))) for row in rows)
+    widths = {name: max(longest if form == "s" else int(form.partition(".")[0]), len(name)) for name, form in columns.items()}
 
     def cell(row: Row, name: str) -> str:
         form = columns[name].partition(".")[2]
