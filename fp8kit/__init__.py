@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp8kit.autocast import autocast  # at once: a submodule of the same name would take its place when it is first imported
+from fp8kit.warmup import warmup  # likewise
 
 __version__ = "0.1.0"
 
@@ -81,7 +82,7 @@ _PUBLIC = {
     "checkpoint": "nn.recompute",
 }
 
-__all__ = sorted([*_PUBLIC, "__version__", "autocast"])
+__all__ = sorted([*_PUBLIC, "__version__", "autocast", "warmup"])
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ ROOMS = {
     "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format", "fp8kit.graphs"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing", "fp8kit.numerics"),
-    "commands": ("fp8kit.cli", "fp8kit.bench", "fp8kit.__main__", "fp8kit.commands"),
+    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.bench", "fp8kit.warmup", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
 }

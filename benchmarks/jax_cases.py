@@ -1,6 +1,6 @@
 """A transformer layer inside ``jax.jit``, forward and backward: this library's door for JAX beside plain JAX and beside the native door.
 
-    python -m benchmarks.jax_layer --out FILE
+    python -m benchmarks jax --out DIR
 
 One GPT layer: norms before the branches, biases, tanh GELU, causal, no dropout; bfloat16 parameters and input, a fixed gradient of the
 output, gradients of the input and of all parameters. Plain JAX is jnp's norm, products and GELU with ``jax.nn.dot_product_attention``, on a
@@ -11,15 +11,8 @@ float32. The default sizes want a GPU. Needs no Flax.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the native door allocates on the same GPU
@@ -31,12 +24,17 @@ import numpy as np
 
 import fp8kit as fk
 from fp8kit import arrays, formats
-from fp8kit.bench import LAYER_ERROR, versions
+from fp8kit.bench import random
+from fp8kit.bench.report import Row, Setting
+from fp8kit.bench.sizes import Layer
+from fp8kit.bench.timing import WallClock, interleaved, medians
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit.testing import relative_error
 
 Parameters = dict[str, Any]
+PLAIN = "plain JAX bfloat16"
 EPSILON = 1e-5
+LAYER_ERROR = 2 * 2.0**-4  # E4M3 keeps 3 mantissa bits: a product of two rounded operands has an error of about 2**-4, a layer some of them
 # of y - x and dx - g: FP8, where gradients are E5M2, whose steps are twice E4M3's; bfloat16's rounding of what goes through the layer
 BOUNDS = {True: (LAYER_ERROR, 2 * LAYER_ERROR), False: (LAYER_ERROR / 4, LAYER_ERROR / 4)}
 WEIGHT = 1.5  # spread of a weight, times the square root of its columns: 0.023 at hidden 4096
@@ -56,11 +54,8 @@ def parameters(hidden: int, ffn: int, dtype: Any) -> dict[str, np.ndarray[Any, A
     extents = {"H": hidden, "3H": 3 * hidden, "F": ffn}
     found = {}
     for seed, (name, (shape, spread, mean)) in enumerate(PARAMETERS.items()):
-        generator = np.random.Generator(np.random.Philox(seed))
         rows, *columns = (extents[n] for n in shape.split())
-        factor = spread / columns[0] ** 0.5 if columns else spread
-        values = generator.standard_normal((rows, *columns), np.float32)
-        found[name] = (values * np.float32(factor) + np.float32(mean)).astype(dtype)
+        found[name] = random.normal((rows, *columns), seed, dtype, spread / columns[0] ** 0.5 if columns else spread, mean)
     return found
 
 
@@ -135,7 +130,7 @@ class Jitted:
 class Native:
     """The native door's layer with the same parameters."""
 
-    def __init__(self, sizes: argparse.Namespace, recipe: Recipe, p: dict[str, Any], x: Any, g: Any, device: arrays.Device) -> None:
+    def __init__(self, sizes: Layer, recipe: Recipe, p: dict[str, Any], x: Any, g: Any, device: arrays.Device) -> None:
         self.layer = fk.nn.TransformerLayer(
             sizes.hidden, sizes.ffn, sizes.heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=formats.dtype(x.dtype),
             fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd", layernorm_epsilon=EPSILON, device=device)
@@ -158,77 +153,50 @@ class Native:
         return self.y.numpy().astype(np.float32), self.x.grad.numpy().astype(np.float32)
 
 
-def timed(contenders: dict[str, Any], rounds: int, calls: int, warmups: int, device: arrays.Device) -> dict[str, list[float]]:
-    """Seconds of a call, ``rounds`` of each contender in turn, each the mean of ``calls`` queued back to back."""
+def jax_part(setting: Setting) -> list[Row]:
+    """A row a contender; ``ratio``: to plain JAX. The host's clock, calls queued back to back: XLA has a stream of its own."""
+    size = setting.sizes.large
+    place = jax.config.jax_default_device or jax.devices()[0]
+    gpu = place.platform == "gpu"
+    device = arrays.Device("cuda", place.local_hardware_id) if gpu else arrays.CPU
+    half, recipe = formats.bfloat16.numpy, DelayedScaling(amax_history_len=16)
+    p = parameters(size.hidden, size.ffn, half)
+    shape = (size.batch, size.sequence, size.hidden)
+    x, g = (random.normal(shape, 100 + i, half) for i in range(2))
+    own = jax.tree.map(jnp.asarray, p)
+    inputs = jnp.asarray(x), jnp.asarray(g)
+
+    def by_ours(p: Parameters, sets: Any, x: Any) -> Any:
+        return ours(size.heads, p, sets, x)
+
+    def by_jax(p: Parameters, sets: Any, x: Any) -> Any:
+        return plain(size.heads, "cudnn" if gpu else "xla", p, x)
+
+    contenders: dict[str, Any] = {
+        PLAIN: Jitted(by_jax, own, (), *inputs),
+        "fp8kit_jax FP8": Jitted(by_ours, own, fj.create_set(recipe, 4), *inputs),
+        "fp8kit_jax bfloat16": Jitted(by_ours, own, (fj.noop_quantizer_set,) * 4, *inputs),
+        "fp8kit native FP8": Native(size, recipe, p, x, g, device),
+    }
+
     def ready(result: Any) -> None:
         jax.block_until_ready(result)
         arrays.synchronize(device)
 
     for contender in contenders.values():
-        for _ in range(warmups):
+        for _ in range(3):
             ready(contender())
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                result = contender()
-            ready(result)
-            found[name].append((time.perf_counter() - start) / calls)
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and write it; returns 1 where a result is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, usual in (("hidden", 4096), ("ffn", 16384), ("heads", 32), ("sequence", 2048), ("batch", 4), ("rounds", 15), ("calls", 3),
-                        ("warmups", 5)):
-        parser.add_argument(f"--{name}", type=int, default=usual)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file")
-    sizes = parser.parse_args(arguments)
-    place = jax.config.jax_default_device or jax.devices()[0]
-    gpu = place.platform == "gpu"
-    device = arrays.Device("cuda", place.local_hardware_id) if gpu else arrays.CPU
-    half, recipe = formats.bfloat16.numpy, DelayedScaling(amax_history_len=16)
-    p = parameters(sizes.hidden, sizes.ffn, half)
-    shape = (sizes.batch, sizes.sequence, sizes.hidden)
-    x, g = (np.random.Generator(np.random.Philox(100 + i)).standard_normal(shape, np.float32).astype(half) for i in range(2))
-    own = jax.tree.map(jnp.asarray, p)
-    inputs = jnp.asarray(x), jnp.asarray(g)
-
-    def by_ours(p: Parameters, sets: Any, x: Any) -> Any:
-        return ours(sizes.heads, p, sets, x)
-
-    def by_jax(p: Parameters, sets: Any, x: Any) -> Any:
-        return plain(sizes.heads, "cudnn" if gpu else "xla", p, x)
-
-    contenders: dict[str, Any] = {
-        "fp8kit_jax FP8": Jitted(by_ours, own, fj.create_set(recipe, 4), *inputs),
-        "fp8kit_jax bfloat16": Jitted(by_ours, own, (fj.noop_quantizer_set,) * 4, *inputs),
-        "plain JAX bfloat16": Jitted(by_jax, own, (), *inputs),
-        "fp8kit FP8 (native door)": Native(sizes, recipe, p, x, g, device),
-    }
-    seconds = timed(contenders, sizes.rounds, sizes.calls, sizes.warmups, device)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    wide = Jitted(lambda p, sets, x: plain(sizes.heads, "xla", p, x), *jax.tree.map(lambda a: a.astype(jnp.float32), (own, (), *inputs)))
+    times = medians(interleaved(contenders, WallClock(device, ready), 2 * setting.rounds, setting.calls, setting.warmups))
+    wide = Jitted(lambda p, sets, x: plain(size.heads, "xla", p, x), *jax.tree.map(lambda a: a.astype(jnp.float32), (own, (), *inputs)))
     wide()
     streams = x.astype(np.float32), g.astype(np.float32)  # what the residual stream carries past the branches, either way
-    exact, base, report, right = wide.values(), median["plain JAX bfloat16"], {}, True
+    exact = wide.values()
+    rows: list[Row] = []
     for name, contender in contenders.items():
         results = zip(contender.values(), exact, streams, strict=True)
         errors = [relative_error(got - stream, want - stream) for got, want, stream in results]
-        correct = all(error < bound for error, bound in zip(errors, BOUNDS["FP8" in name], strict=True))
-        right = right and correct
-        report[name] = {"milliseconds": median[name] * 1e3, "rounds": [s * 1e3 for s in seconds[name]], "of plain JAX": median[name] / base,
-                        "relative error of y - x, dx - g": errors, "correct": correct}
-        print(f"{name:26} {median[name] * 1e3:9.3f} ms  {median[name] / base:6.3f} of plain JAX  relative error of y {errors[0]:.4f}, "
-              f"dx {errors[1]:.4f}  {'ok' if correct else 'WRONG'}")
-    settings = {name: value for name, value in vars(sizes).items() if name != "out"}
-    whole = {"machine": platform.machine(), "python": platform.python_version(), "device": place.device_kind, "sizes": settings,
-             "versions": versions(), "results": report}
-    sizes.out.write_text(json.dumps(whole, indent=1) + "\n")
-    return 0 if right else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        right = all(error < bound for error, bound in zip(errors, BOUNDS["FP8" in name], strict=True))
+        status = "ok" if right else f"WRONG: errors {errors}"
+        rows.append({"workload": "layer inside jax.jit", "case": name, "status": status, "gpu_ms": times[name] * 1e3,
+                     "ratio": times[name] / times[PLAIN], "error_y": errors[0], "error_dx": errors[1]})
+    return rows
