@@ -46,6 +46,7 @@ _ENGINES = {"reference": ("fp8kit.backends.reference", "cpu"), "cuda": ("fp8kit.
 _LOADED: set[str] = set()
 _LOCK = threading.RLock()
 _RESOLVED: dict[tuple[Device, int, int], Any] = {}
+_RESOLVED_LIMIT = 256
 _SWITCHED: set[tuple[str, str]] = set()
 
 
@@ -68,7 +69,17 @@ def candidates(op_name: str, device: Device, policy: SelectionPolicy | None = No
     """Implementations of a kernel for a device, in the order to try them, and those left out with the reason."""
     policy = policy or policies.get_policy()
     _load(device.kind)
-    usable, refused = [], []
+    usable: list[OpImpl] = []
+    refused: list[tuple[OpImpl, str]] = []
+    for impl in reversed([impl for name, impl in policy.overrides if name == op_name]):
+        if device.kind not in impl.devices:
+            refused.append((impl, f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"))
+        elif usable:
+            refused.append((impl, "a later fk.override is in force"))
+        else:
+            usable.append(impl)
+    if usable:
+        return usable, refused + [(impl, "fk.override is in force") for impl in registry.get_implementations(op_name)]
     for impl in registry.get_implementations(op_name):
         why = policy.refuses(impl)
         if why is None and device.kind not in impl.devices:
@@ -102,6 +113,8 @@ def kernels(device: Device) -> Any:
         _load(device.kind)
         chosen = {name: _choose(name, device, policy) for name in KERNELS}
         found = SimpleNamespace(policy=policy, **chosen)
+        if len(_RESOLVED) >= _RESOLVED_LIMIT:
+            _RESOLVED.clear()
         _RESOLVED[(device, id(policy), registry.version)] = found
     return found
 

@@ -26,6 +26,8 @@ class SelectionPolicy:
     * ``per_op``: ``((kernel, (token, ...)), ...)``; a token is a kind, ``vendor:NAME`` or ``impl:ID``, and replaces the order.
     * ``backend``: engine that alone may be used ("reference", "cuda"), None for all.
     * ``deterministic``: only algorithms that give the same bits every time.
+    * ``overrides``: ``((kernel, OpImpl), ...)``: implementations that take the place of every other one of their kernel, on the devices
+      that they name. Of several for one kernel and device the last counts.
     """
 
     prefer: str = "vendor"
@@ -35,6 +37,7 @@ class SelectionPolicy:
     per_op: tuple[tuple[str, tuple[str, ...]], ...] = ()
     backend: str | None = None
     deterministic: bool = False
+    overrides: tuple[tuple[str, OpImpl], ...] = ()
 
     def refuses(self, impl: OpImpl) -> str | None:
         """Why this policy forbids an implementation, or None."""
@@ -70,13 +73,18 @@ class _State(threading.local):
 _STATE = _State()
 _LOCK = threading.Lock()
 _INTERNED: dict[SelectionPolicy, SelectionPolicy] = {}
+_INTERNED_LIMIT = 256  # a policy that was forgotten is another object when it comes again, and is resolved again
 _GLOBAL: SelectionPolicy | None = None
 
 
 def _intern(policy: SelectionPolicy) -> SelectionPolicy:
     """Equal policies are one object, so that caches can be keyed by identity."""
     with _LOCK:
-        return _INTERNED.setdefault(policy, policy)
+        known = _INTERNED.pop(policy, policy)
+        _INTERNED[known] = known  # the last used stands last
+        if len(_INTERNED) > _INTERNED_LIMIT:
+            del _INTERNED[next(iter(_INTERNED))]
+        return known
 
 
 def policy_from_env() -> SelectionPolicy:
