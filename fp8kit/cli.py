@@ -1,4 +1,4 @@
-"""The ``fp8kit`` command: info, demo, train and bench. ``python -m fp8kit`` is the same."""
+"""The ``fp8kit`` command: info, demo, train, bench and kernels. ``python -m fp8kit`` is the same."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
+from fp8kit.commands import kernels
 from fp8kit.errors import BackendError, Fp8kitError, expected
 from fp8kit.models.presets import PRESETS, preset
 
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = command("bench", "time casts and training steps; on a GPU also layers and GEMMs")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers and versions to FILE")
     bench.set_defaults(run=_bench)
+    kernels.add(commands)
     return parser
 
 

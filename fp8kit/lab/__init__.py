@@ -10,9 +10,9 @@ from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView
-from fp8kit.lab.check import check
-from fp8kit.lab.measure import measure
-from fp8kit.lab.override import Override, override
+from fp8kit.lab.checks import check
+from fp8kit.lab.overrides import Override, override
+from fp8kit.lab.timing import measure
 
 __all__ = ["Override", "check", "measure", "native", "override"]
 

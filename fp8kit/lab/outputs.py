@@ -59,8 +59,8 @@ _CAST = ("q", "q_t", "scale", "scale_inv", "amax")  # a Cast's arrays
 
 
 class Output(NamedTuple):
-    """An array that a call writes: its ``name`` ("q", "cast.q_t", "params[3]"), the array, whether its former content matters (``kept``), and
-    the ``argument`` and ``cast`` that it belongs to."""
+    """An array that a call writes: its ``name`` ("q", "cast.q_t", "params[3]"), the array, whether its former content matters (``kept``),
+    and the ``argument`` and ``cast`` that it belongs to."""
 
     name: str
     view: ArrayView

@@ -42,6 +42,11 @@ def _size(x: Any) -> Any:
     return 0.0 if x is None else np.abs(_w(x))
 
 
+def _kept(x: Any) -> Any:
+    """The size of what dropout lets through or makes 0, whatever it was: where it is not finite, the result is neither, or none of it."""
+    return np.nan_to_num(_size(x), nan=0.0, posinf=0.0)
+
+
 # --- products -----------------------------------------------------------------------------------------------------------------
 
 
@@ -120,12 +125,13 @@ def _norm_bwd(g: Given, device: Device) -> Slack:
     return {"dx": dx, "dweight": dweight, "dbias": sum_slack(np.abs(dy).sum(0), m)}
 
 
-# curve -> (bound of its value, bound of its slope, sizes of both), for inputs x and the rate at which its argument grows
 _RATES = {"silu": 1.0, "qgelu": 1.702}
-_FIRST = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "clamped_swiglu": "clamped"}
+_FIRST = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+          "clamped_swiglu": "clamped"}  # what a gated activation does to its first half
 
 
 def _curve(x: Array, curve: str, params: tuple[float, ...]) -> tuple[Any, Any, Any, Any]:
+    """Bound of a curve's value, bound of its slope, sizes of both."""
     size = np.abs(x)
     if curve == "relu":
         return ROUNDOFF * size, 0 * x, size, np.ones_like(x)
@@ -151,7 +157,7 @@ def _curves(g: Given) -> tuple[tuple[Any, Any, Any, Any], Any, Any]:
     rounding, which may fall on either side of a kink, is part of the curve's."""
     left, right = _inputs(g)
     params = g["params"]
-    value, slope, size, steep = _curve(left, _FIRST.get(g["activation"], g["activation"]), params)
+    value, slope, size, steep = _curve(left, _FIRST.get(g["activation"]) or str(g["activation"]), params)
     rounded = (ROUNDOFF * np.abs(left)) if g["bias"] is not None else 0.0
     curve = value + steep * rounded, slope, size, steep
     if right is None:
@@ -178,18 +184,18 @@ def _act_bwd(g: Given, device: Device) -> Slack:
 
 
 def _dropout_add(g: Given, device: Device) -> Slack:
-    value = (_size(g["x"]) + _size(g["bias"])) / (1 - g["p"])
+    value = (_kept(g["x"]) + _kept(g["bias"])) / (1 - g["p"])
     return {"y": 3 * ROUNDOFF * value + ROUNDOFF * _size(g["residual"])}
 
 
 def _dropout_bwd(g: Given, device: Device) -> Slack:
-    size = _size(g["dy"]) / (1 - g["p"])
+    size = _kept(g["dy"]) / (1 - g["p"])
     total = size.sum(0)
     return {"dx": ROUNDOFF * size, "dbias": sum_slack(total, len(size)) + epsilon(_dtype(g["dy"])) / 2 * total}
 
 
 def _drop_path(g: Given, device: Device) -> Slack:
-    return {"y": 2 * ROUNDOFF * _size(g["x"]) / (1 - g["p"]) + ROUNDOFF * _size(g["residual"])}
+    return {"y": 2 * ROUNDOFF * _kept(g["x"]) / (1 - g["p"]) + ROUNDOFF * _size(g["residual"])}
 
 
 def _rope(g: Given, device: Device) -> Slack:
@@ -240,8 +246,8 @@ def _oracle(g: Given, device: Device) -> Oracle:
     order = (1, 2, 0, 3) if spec.qkv_format == "sbhd" else (0, 2, 1, 3)
     q, k, v = (g[name].transpose(order) for name in "qkv")
     do = g["do"].transpose(order) if "do" in g else np.ones((*q.shape[:3], v.shape[3]))
-    lengths = [() if cu is None else tuple(int(n) for n in np.diff(cu)) for cu in (extras.cu_seqlens_q, extras.cu_seqlens_kv)]
-    sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], *lengths, d_v=v.shape[3])
+    n, m = (() if cu is None else tuple(int(length) for length in np.diff(cu)) for cu in (extras.cu_seqlens_q, extras.cu_seqlens_kv))
+    sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], n, m, v.shape[3])
     keep = keep_factors(extras.rng, spec.dropout, (*q.shape[:3], k.shape[2])) if spec.dropout else None
     return Oracle(_dtype(g["q"]), sizes, spec, device.kind == "cpu", q, k, v, do, extras.mask, extras.bias, extras.alibi_slopes,
                   extras.softmax_offset, keep)

@@ -154,7 +154,6 @@ def _compare_cast(output: Output, got: Array, want: Array, bound: Any, arguments
     table = codec.table(FORMATS.get(fmt.name, fmt))
     values, right = table[got], table[want]
     spread = np.zeros(want.shape)
-    rows, columns = bound.shape
     turned = output.name == "cast.q_t"
     spread[tuple(map(slice, bound.shape[::-1] if turned else bound.shape))] = bound.T if turned else bound
     factor = abs(float(host(output.cast.scale)[0]))

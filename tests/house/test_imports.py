@@ -32,7 +32,8 @@ ROOMS = {
     "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing", "fp8kit.numerics"),
-    "commands": ("fp8kit.cli", "fp8kit.bench", "fp8kit.__main__"),
+    "lab": ("fp8kit.lab",),
+    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.bench", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
 }
@@ -63,6 +64,7 @@ ALLOWED = {
     "layers": _LAYERS,
     "models": _LAYERS | {"models"},
     "testing": _LAYERS | {"codec", "models", "raw_kernels"},
+    "lab": _LAYERS | {"codec", "testing", "raw_kernels", "cuda"},
     "torch": _OPS | {"autocast", "scaling", "testing"},
     "jax": _OPS | {"autocast", "scaling", "testing"},
 }

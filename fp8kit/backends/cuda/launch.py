@@ -121,7 +121,8 @@ kernel: Callable[..., Kernel] = engines_kernel
 def load(entry: manifest.Source, function: str, device_index: int, defines: manifest.Defines, unit: manifest.Unit | None = None) -> Kernel:
     """A kernel of a manifest entry, compiled and loaded afresh (see ``engines_kernel``); ``unit``: from a text of elsewhere."""
     if defines not in entry.variants or function not in entry.functions:
-        raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), "a function and a variant that its comments list"))
+        wanted = "a function and a variant that its comments list"
+        raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
     with _LOADING, current_device(device_index):
         module, resources = _module(entry.name, defines, device_index, unit)
         return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources[function])

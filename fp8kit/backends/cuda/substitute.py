@@ -127,7 +127,7 @@ def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
     entry = manifest.source(source)
     codes = entry.parameters[function]
     if "s" in codes:
-        raise BackendError(expected("override", "function", f"{function}, which takes a structure by value", "one that numba.cuda can call"))
+        raise BackendError(expected("override", "function", f"{function}, which takes a structure by value", "one that numba can call"))
 
     @functools.cache
     def make(device: int, defines: manifest.Defines) -> launch.Kernel:

@@ -1,7 +1,7 @@
 """``fk.override``: another implementation of one operation of the kernel contract, for a block, a function, one call or a whole training.
 
-An override is an ``OpImpl`` in the policy in force: thread by thread, nested, and travelling from forward to backward with the plan that was
-made under it. Outside of a block nothing is changed, and nothing costs anything.
+An override is an ``OpImpl`` in the policy in force: thread by thread, nested, and travelling from forward to backward with the plan that
+was made under it. Outside of a block nothing is changed, and nothing costs anything.
 """
 
 from __future__ import annotations

@@ -1,0 +1,229 @@
+"""``fk.override`` with kernels, as far as it goes without a GPU: which source a text stands for, what is compiled, what is launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fp8kit as fk
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import policy
+from fp8kit.backends.cuda import launch, substitute
+from fp8kit.backends.cuda.compile import Resources, cache_key, compile_cubin, compile_ptx
+from fp8kit.formats import bfloat16, float32
+from fp8kit.lab.overrides import read
+from fp8kit.raw_kernels import manifest
+
+GPU = Device("cuda", 0)
+DROP_PATH = manifest.text("drop_path.cu")
+
+
+def test_a_text_is_read_by_the_manifests_rules() -> None:
+    text = '#include "common.cuh"\n' + DROP_PATH.partition("\n")[2]  # without its first comment line
+    unit = manifest.foreign(text, "mine.cu")
+    assert [name for name, _ in unit.headers][0] == "common.cuh"
+    assert manifest.replaced_by(unit).name == "drop_path.cu"
+    entry = manifest.stands_for(unit, manifest.source("drop_path.cu"))
+    assert (entry.name, entry.functions, entry.variants) == ("mine.cu", ("drop_path",), manifest.source("drop_path.cu").variants)
+
+
+HEAD = '#include "common.cuh"\nextern "C" __global__ void '
+REFUSED = {
+    ("drop_path", "int x;"): r"override\.cu with functions none, expected extern \"C\" __global__ functions drop_path \(as drop_path\.cu\)",
+    ("drop_path", HEAD + "droppath(T* x) {}"): r"functions droppath, expected .*drop_path \(as drop_path\.cu\)",
+    ("norm_bwd", HEAD + "norm_bwd(T* x) {}"): r"override\.cu without norm_bwd_any, norm_bwd_two, expected every function that norm_bwd takes",
+    ("norm_bwd", HEAD + "norm_bwd(T* x) {}\n" + HEAD + "sum_partials(T* x) {}"): r"expected .* norm_bwd, norm_bwd_two, .*; or sum_partials",
+    ("rope_fwd", HEAD + "rope(T* x, i64 n) {}"): r"rope: parameters 'qq', in rope\.cu they are '",
+    ("add", HEAD + "add(const T* a, const T* b, T* out, i64 n, i64 period) {}\n" + HEAD + "plus(T* x) {}"): r"function 'plus' is not in elementw",
+    ("add", '#include "nowhere.cuh"\n' + HEAD + "add() {}"): r"header 'nowhere\.cuh' is neither in a folder of its own nor among fp8kit's",
+    ("add", HEAD + "add(float n, i64 m) {}"): r"'float n' is neither a pointer, i64, u64 nor f64",
+    ("gemm_workspace", HEAD + "add() {}"): r"gemm_workspace launches none",
+    ("add", "mine.cu"): r"functions none",
+    ("add", Path("no/such/file.cu")): r"No such file",
+}
+
+
+@pytest.mark.parametrize(("operation", "text"), REFUSED, ids=[f"{op}-{i}" for i, (op, _) in enumerate(REFUSED)])
+def test_what_does_not_fit_is_refused_by_name_before_anything_runs(operation: str, text: Any) -> None:
+    with pytest.raises(fk.BackendError, match="(?s)^override: .*" + REFUSED[operation, text]):
+        fk.override(operation, text)
+
+
+def test_every_source_stands_for_itself() -> None:
+    for entry in manifest.sources():
+        unit = manifest.foreign(manifest.text(entry.name), entry.name)
+        assert unit == manifest.unit(entry.name)
+        assert manifest.replaced_by(unit) == entry
+    with pytest.raises(ValueError, match=r"could stand for amax\.cu or dropout\.cu"):
+        manifest.replaced_by(manifest.foreign(HEAD + "column_sums(T* x) {}"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_a_text_is_compiled_and_its_edits_are_never_stale(cache: Path) -> None:
+    defines, arch = manifest.defines(T="bf16"), "sm_90a"
+    (cache / "mine.cuh").write_text("#define FACTOR 2.0f\n")
+    path = cache / "mine.cu"
+    path.write_text(DROP_PATH + '#include "mine.cuh"\n')
+    first = read(path)
+    made = compile_cubin("mine.cu", defines, arch, first)
+    assert made.path.name.startswith("mine-")
+    assert set(made.resources) == {"drop_path"}
+    keys = [cache_key("mine.cu", defines, arch, first)]
+    (cache / "mine.cuh").write_text("#define FACTOR 3.0f\n")
+    keys.append(cache_key("mine.cu", defines, arch, read(path)))
+    path.write_text(DROP_PATH + '#include "mine.cuh"\n// changed\n')
+    keys.append(cache_key("mine.cu", defines, arch, read(path)))
+    keys.append(cache_key("drop_path.cu", defines, arch))
+    assert len(set(keys)) == 4
+    assert ".entry drop_path" in compile_ptx("mine.cu", defines, arch, first)
+    with pytest.raises(fk.BackendError, match=r"(?s)mine\.cu .*sm_90a failed.*no_such_name"):
+        compile_cubin("mine.cu", defines, arch, manifest.foreign(DROP_PATH.replace("rng", "no_such_name"), "mine.cu"))
+
+
+class _Function:
+    """Stands for CuPy's RawKernel and the Function behind it: keeps what it is launched with."""
+
+    num_regs, local_size_bytes, shared_size_bytes = 12, 0, 0
+
+    def __init__(self) -> None:
+        self.kernel = self
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __call__(self, *launched: Any) -> None:
+        self.launches.append(launched)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Function]:
+    """A driver without a device: text -> the kernel that was loaded of it, "" for the engine's own."""
+    found: dict[str, _Function] = {}
+
+    def load(entry: Any, function: str, device: int, defines: Any, unit: Any = None) -> launch.Kernel:
+        assert defines in entry.variants
+        raw = found.setdefault("" if unit is None else unit.content, _Function())
+        return launch.Kernel(function, device, raw, entry.parameters[function], Resources(1, 0, 0, 0, 0))
+
+    monkeypatch.setattr(launch, "load", load)
+    monkeypatch.setattr(launch, "_get_device", lambda: lambda: 0)
+    monkeypatch.setattr(launch, "runtime", lambda: SimpleNamespace(getDevice=lambda: 0, deviceGetAttribute=lambda *a: 132))
+    launch.engines_kernel.cache_clear()
+    yield found  # type: ignore[misc]
+    launch.engines_kernel.cache_clear()
+
+
+def there(*shape: int, dtype: Any = float32, at: int = 1 << 20) -> ArrayView:
+    return ArrayView(at, shape, dtype, GPU)
+
+
+def overriding(operation: str) -> Any:
+    """The innermost override's function."""
+    return dict(policy.get_policy().overrides)[operation].fn
+
+
+TEXT = HEAD + "add(const T* a, const T* b, T* out, i64 n, i64 period) {\n  out[first()] = a[first()];\n}\n"
+
+
+def test_the_engine_launches_the_text_with_its_own_grid_and_arguments(loaded: dict[str, _Function]) -> None:
+    from fp8kit.backends.cuda.elementwise import add
+
+    views = [there(3, 5000, dtype=bfloat16, at=1 << bits) for bits in (20, 24, 28)]
+    with fk.override("add", TEXT) as used:
+        overriding("add")(*views, 7)
+        assert launch.kernel is launch.engines_kernel  # only while the call runs
+    add(*views, 7)
+    (ours,), (theirs,) = loaded[TEXT].launches, loaded[""].launches
+    assert ours[:4] == theirs[:4] == ((8,), (256,), (1 << 20, 1 << 24, 1 << 28, 15000, 15000), 0)
+    assert ours[4].ptr == 7
+    assert used.calls == 1
+
+
+def test_other_functions_and_other_threads_keep_the_engines_kernels(loaded: dict[str, _Function]) -> None:
+    import threading
+
+    table = substitute.of_text(manifest.foreign(TEXT), "elementwise.cu")
+    seen: list[bool] = []
+    with substitute._Replacing(table):
+        thread = threading.Thread(target=lambda: seen.append(launch.kernel("elementwise.cu", "add", 0, T="f32").raw is loaded.get(TEXT)))
+        thread.start()
+        thread.join()
+        assert launch.kernel("elementwise.cu", "convert", 0, T="f32").raw is loaded[""]
+        ours = launch.kernel("elementwise.cu", "add", 0, T="f32")
+        assert ours.raw is loaded[TEXT]
+        assert launch.kernel("elementwise.cu", "add", 0, T="f32") is ours  # kept
+        with substitute._Replacing({}):
+            assert launch.kernel("elementwise.cu", "add", 0, T="f32").raw is loaded[""]
+        assert launch.kernel("elementwise.cu", "add", 0, T="f32") is ours
+    assert seen == [False]
+    assert launch.kernel is launch.engines_kernel
+
+
+class RawKernel(_Function):
+    """As CuPy's by its name."""
+
+
+RawKernel.__module__ = "cupy._core.raw"
+
+
+class CUDADispatcher:
+    """As numba's by its name: keeps how it was configured and called."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, configured: tuple[Any, ...]) -> Any:
+        return lambda *args: self.launches.append((configured, args))
+
+
+CUDADispatcher.__module__ = "numba.cuda.dispatcher"
+
+
+def test_a_cupy_kernel_is_launched_in_the_place_of_one_function(loaded: dict[str, _Function]) -> None:
+    kernel = RawKernel()
+    with fk.override("add", kernel) as used:
+        overriding("add")(there(40), there(8), there(40), 3)
+    assert [tuple(each[:4]) for each in kernel.launches] == [((1,), (256,), (1 << 20, 1 << 20, 1 << 20, 40, 8), 0)]
+    assert (used.calls, loaded) == (1, {})
+    with fk.override("copy", kernel, function="move4"):
+        overriding("copy")(ArrayView(1 << 20, (4, 6), float32, GPU, None, (1, 4)), there(4, 6), 3)
+    assert kernel.launches[1][2][2] == 24
+    for operation, function, said in (("copy", None, "got None, expected one of convert, move1"), ("add", "plus", "got 'plus', expected one of add"),
+                                      ("add", 3, "got 3, expected one of add")):
+        with pytest.raises(fk.BackendError, match=said):
+            fk.override(operation, kernel, function=function)
+
+
+def test_a_numba_kernel_gets_arrays_for_pointers(loaded: dict[str, _Function], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = CUDADispatcher()
+    monkeypatch.setitem(__import__("sys").modules, "numba.cuda", SimpleNamespace(external_stream=lambda ptr: ("stream", ptr)))
+    with fk.override("sum_rows", kernel, function="column_sums"):
+        overriding("sum_rows")(there(64, 32, dtype=bfloat16), there(32, dtype=bfloat16), there(1 << 16), 9)
+    ((grid, block, stream, shared), args), = kernel.launches
+    assert (block, stream, shared) == ((32, 8), ("stream", 9), 0)
+    assert len(grid) == 1
+    codes = manifest.source("dropout.cu").parameters["column_sums"]
+    assert len(args) == len(codes)
+    interface = args[0].__cuda_array_interface__
+    assert (interface["typestr"], interface["data"], interface["version"]) == ("<u2", (1 << 20, False), 2)
+    assert args[1].__cuda_array_interface__["shape"] == (0,)  # a null pointer
+    assert args[2].__cuda_array_interface__["typestr"] == "<f4"
+    assert args[4:6] == (64, 32)
+    assert isinstance(args[-1], float)
+    with pytest.raises(fk.BackendError, match="adamw, which takes a structure by value"):
+        fk.override("adamw_", kernel)
+
+
+def test_numbas_and_cupys_own_kernels_are_known() -> None:
+    from fp8kit.lab.overrides import _kind
+
+    cupy, numba = pytest.importorskip("cupy"), pytest.importorskip("numba.cuda")
+    assert _kind(cupy.RawKernel('extern "C" __global__ void f() {}', "f")) == "cupy"
+    assert _kind(numba.jit(lambda x: None)) == "numba"
+    assert _kind(lambda x: None) == "python"
