@@ -43,7 +43,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         entry = manifest.source(source)
         assert manifest.defines(**defines) in entry.variants, (source, defines)
         found.add((source, function))
-        return launch.Kernel(function, device, SimpleNamespace(kernel=None), entry.parameters[function], Resources(0, 0, 0, 0, 0))
+        raw = SimpleNamespace(kernel=SimpleNamespace(ptr=1 << 44))
+        return launch.Kernel(function, device, raw, entry.parameters[function], Resources(0, 0, 0, 0, 0))
 
     monkeypatch.setattr(launch, "kernel", look_up)
     monkeypatch.setattr(launch, "launch", lambda *arguments: None)

@@ -1,7 +1,8 @@
 """The engine's host code with other kernels: for one call, chosen functions come from another text, from CuPy or from numba.cuda.
 
-Grid, block, arguments and shared memory stay the engine's own. While such a call runs, ``launch.kernel`` is this module's look-up, which
-answers the calling thread alone with its replacements; every other thread, and every other function, gets the engine's kernels.
+Grid, block, arguments and shared memory stay the engine's own. While such a call runs, and only then, ``launch.kernel`` and ``launch.launch``
+are this module's: the look-up answers the calling thread alone with its replacements, and the launch knows how numba is called. Every other
+thread, and every other function, gets the engine's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +22,7 @@ from fp8kit.errors import BackendError, expected
 from fp8kit.raw_kernels import manifest
 
 Place = tuple[str, str]  # source, function
-Maker = Callable[[int, manifest.Defines], launch.Kernel]  # device index, defines -> what is launched there
+Maker = Callable[[int, manifest.Defines], Any]  # device index, defines -> what is launched there
 
 # Elements of the arrays that a numba.cuda kernel sees: no kernel is told their length, and none asks.
 _UNBOUNDED = 1 << 40
@@ -37,14 +38,23 @@ class _Local(threading.local):
 _LOCAL = _Local()
 _LOCK = threading.Lock()
 _running = 0
+_engines_launch = launch.launch
 
 
-def _look_up(source: str, function: str, device_index: int, **defines: str) -> launch.Kernel:
+def _look_up(source: str, function: str, device_index: int, **defines: str) -> Any:
     """What ``launch.kernel`` is while kernels are replaced."""
     maker = (_LOCAL.replacements or {}).get((source, function))
     if maker is None:
         return launch.engines_kernel(source, function, device_index, **defines)
     return maker(device_index, manifest.defines(**defines))
+
+
+def _launch(kernel: Any, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0) -> None:
+    """What ``launch.launch`` is while kernels are replaced."""
+    if isinstance(kernel, _Numba):
+        kernel.launch(grid, block, args, stream, shared)
+    else:
+        _engines_launch(kernel, grid, block, args, stream, shared)
 
 
 class _Replacing:
@@ -56,12 +66,15 @@ class _Replacing:
         self.replacements = replacements
 
     def __enter__(self) -> None:
-        global _running
+        global _running, _engines_launch
         self.before = _LOCAL.replacements
         _LOCAL.replacements = self.replacements
         with _LOCK:
+            if not _running:
+                _engines_launch = launch.launch
+                launch.kernel = _look_up
+                launch.launch = _launch
             _running += 1
-            launch.kernel = _look_up
 
     def __exit__(self, *error: object) -> None:
         global _running
@@ -70,6 +83,7 @@ class _Replacing:
             _running -= 1
             if not _running:
                 launch.kernel = launch.engines_kernel
+                launch.launch = _engines_launch
 
 
 def engine_with(operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]) -> Callable[..., Any]:
@@ -77,7 +91,7 @@ def engine_with(operation: str, replacements: Mapping[Place, Maker], note: Calla
     function = cuda.implementation(operation)
 
     def noted(maker: Maker) -> Maker:
-        def make(device_index: int, defines: manifest.Defines) -> launch.Kernel:
+        def make(device_index: int, defines: manifest.Defines) -> Any:
             note()
             return maker(device_index, defines)
 
@@ -130,9 +144,8 @@ def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
         raise BackendError(expected("override", "function", f"{function}, which takes a structure by value", "one that numba can call"))
 
     @functools.cache
-    def make(device: int, defines: manifest.Defines) -> launch.Kernel:
-        types = [_typestr(function, name, dict(defines)) for name in entry.pointers[function]]
-        return launch.Kernel(f"{function} (numba.cuda)", device, _Numba(kernel, types), codes, Resources(0, 0, 0, 0, 0))
+    def make(device: int, defines: manifest.Defines) -> _Numba:
+        return _Numba(function, device, kernel, codes, [_typestr(function, name, dict(defines)) for name in entry.pointers[function]])
 
     return {place: make}
 
@@ -156,20 +169,25 @@ class _Flat:
 
 
 class _Numba:
-    """A numba.cuda kernel with the face of ``cupy.RawKernel`` that ``launch`` uses."""
+    """A numba.cuda kernel of the parameters ``codes``; ``types``: typestr of what each points to, "" for numbers."""
 
-    __slots__ = ("kernel", "max_dynamic_shared_size_bytes", "numba", "types")
+    __slots__ = ("codes", "device", "kernel", "name", "types")
 
-    def __init__(self, kernel: Any, types: list[str]) -> None:
-        self.numba = kernel
-        self.types = types
-        self.kernel = self  # what ``launch.Kernel`` calls its function
-        self.max_dynamic_shared_size_bytes = 0
+    def __init__(self, name: str, device: int, kernel: Any, codes: str, types: list[str]) -> None:
+        self.name, self.device, self.kernel, self.codes, self.types = name, device, kernel, codes, types
 
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], values: tuple[Any, ...], shared: int, stream: Any) -> None:
-        values = tuple(_Flat(v, kind) if kind else v for v, kind in zip(values, self.types, strict=True))
-        handle = sys.modules["numba.cuda"].external_stream(stream.ptr) if stream.ptr else 0
-        self.numba[grid, block, handle, shared](*values)
+    def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int) -> None:
+        """As ``launch.launch``."""
+        grid, block = ((n,) if isinstance(n, int) else n for n in (grid, block))
+        if 0 in grid or 0 in block:
+            return
+        if len(args) != len(self.codes):
+            raise BackendError(expected(f"launch of {self.name}", "args", f"{len(args)} arguments", f"parameters {self.codes!r}"))
+        values = [_Flat(int(v), kind) if kind else float(v) if code == "d" else int(v)
+                  for v, kind, code in zip(args, self.types, self.codes, strict=True)]
+        with launch.current_device(self.device):
+            handle = sys.modules["numba.cuda"].external_stream(stream) if stream else 0
+            self.kernel[grid, block, handle, shared](*values)
 
 
 def on_stream(device_index: int, stream: int) -> AbstractContextManager[Any]:
