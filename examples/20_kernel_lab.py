@@ -1,7 +1,7 @@
 """A kernel of your own in a whole training: the layers' cast with stochastic rounding.
 
-Shows: ``fk.override`` puts a changed CUDA source (on a CPU: a Python function) in the place of one operation; ``lab.check`` says where it is
-not what the contract wants, ``lab.measure`` how fast it is, and the training runs with it. Needs: a CPU, or a GPU; matplotlib.
+Shows: ``fk.override`` puts a changed CUDA source (on a CPU: a Python function) in the place of one operation, ``lab.check`` says where
+it is not what the contract wants, ``lab.measure`` how fast it is, and the training runs with it. Needs: a CPU, or a GPU; matplotlib.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SOURCE = manifest.text("quantize.cu").replace('#include "fp8.cuh"', f'#include "
 RANDOM = np.random.default_rng(0)
 
 
-def stochastic(original, x, cast, dbias, workspace, stream):  # type: ignore[no-untyped-def]
+def stochastic(original, x, cast, dbias, workspace, stream):
     """On a CPU: scales, amax, padding and sums are the original's, the codes the codec's, rounded stochastically."""
     original(x, cast, dbias, workspace, stream)
     scaled = lab.native(x).astype(np.float32) * lab.native(cast.scale)

@@ -34,7 +34,7 @@ _KINDS = "a CUDA source (str, or Path of a .cu), a cupy.RawKernel, a numba.cuda 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.blocks: list[AbstractContextManager[object]] = []
+        self.blocks: list[tuple[AbstractContextManager[object], int]] = []
 
 
 class Override(ContextDecorator):
@@ -57,13 +57,13 @@ class Override(ContextDecorator):
         overrides = (*policy.overrides, (self.operation, self._make(policy)))
         block = policy_context(replace(policy, overrides=overrides))
         block.__enter__()
-        self._local.blocks.append(block)
-        self._before = self.calls
+        self._local.blocks.append((block, self.calls))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._local.blocks.pop().__exit__(*error)
-        if error[0] is None and self.calls == self._before:
+        block, before = self._local.blocks.pop()
+        block.__exit__(*error)
+        if error[0] is None and self.calls == before:
             log.warning("override of %s: nothing within the block called it (it serves %s)", self.operation, self._where)
 
     def __repr__(self) -> str:

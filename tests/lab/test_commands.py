@@ -91,7 +91,9 @@ def test_list_has_every_kernel_with_its_resources(capsys: pytest.CaptureFixture[
     assert not capsys.readouterr().err
 
 
-def test_without_nvrtc_the_columns_are_blank_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_nvrtc_the_columns_are_blank_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refuse() -> None:
         raise BackendError("compile: NVRTC cannot be loaded")
 
@@ -102,7 +104,9 @@ def test_without_nvrtc_the_columns_are_blank_and_the_reason_is_said(monkeypatch:
     assert "no resources: compile: NVRTC cannot be loaded" in capsys.readouterr().err
 
 
-def test_show_prints_source_ptx_and_machine_code(monkeypatch: pytest.MonkeyPatch, own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_source_ptx_and_machine_code(
+    monkeypatch: pytest.MonkeyPatch, own_folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("show", "rope.cu")[1].partition("\n")[2].rstrip() == manifest.text("rope.cu").rstrip()
     _, out = run("show", "quantize_fp8", "--ptx", "--arch", "sm_90a", "--variant", "T=f16")
     assert "// quantize.cu, FORMAT=e4m3,T=f16, sm_90a" in out

@@ -97,6 +97,34 @@ def test_it_travels_from_forward_to_backward_with_the_plan() -> None:
     np.testing.assert_allclose(x.grad.numpy(), np.ones((16, 16)) @ layer.weight.numpy(), rtol=2.0**-18, atol=2.0**-18)
 
 
+def test_the_torch_doors_plans_keep_it_too() -> None:
+    import fp8kit_torch as te
+    import torch
+
+    layer = te.Linear(32, 48, params_dtype=torch.float32, device="cpu")
+    x = torch.randn(16, 32, requires_grad=True)
+
+    def cast(original: Any, *args: Any) -> None:
+        original(*args)
+
+    with fk.override("quantize_transpose", cast, verify=True) as used, te.autocast(enabled=True, recipe=fk.recipe.DelayedScaling()):
+        y = layer(x)
+    assert used.calls == 2
+    y.sum().backward()  # the block has ended
+    assert used.calls == 3
+    layer(x)
+    assert used.calls == 3
+
+
+def test_the_jax_door_refuses_it() -> None:
+    import fp8kit_jax as fj
+    import jax
+
+    x = jax.numpy.ones((16, 16))
+    with fk.override("gemm", negated), pytest.raises(fk.FormatError, match=r"^fp8kit_jax: spec: got "):
+        fj.dense(x, x)
+
+
 def test_a_training_step_under_fp8_uses_it_forward_and_backward(caplog: pytest.LogCaptureFixture) -> None:
     fk.manual_seed(0)
     layer = fk.nn.Linear(32, 32, params_dtype="float32", device="cpu")

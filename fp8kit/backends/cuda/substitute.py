@@ -1,8 +1,8 @@
 """The engine's host code with other kernels: for one call, chosen functions come from another text, from CuPy or from numba.cuda.
 
-Grid, block, arguments and shared memory stay the engine's own. While such a call runs, and only then, ``launch.kernel`` and ``launch.launch``
-are this module's: the look-up answers the calling thread alone with its replacements, and the launch knows how numba is called. Every other
-thread, and every other function, gets the engine's.
+Grid, block, arguments and shared memory stay the engine's own. While such a call runs, and only then, ``launch.kernel`` and
+``launch.launch`` are this module's: the look-up answers the calling thread alone with its replacements, and the launch knows how numba is
+called. Every other thread, and every other function, gets the engine's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _look_up(source: str, function: str, device_index: int, **defines: str) -> A
     return maker(device_index, manifest.defines(**defines))
 
 
-def _launch(kernel: Any, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0) -> None:
+def _launch(
+    kernel: Any, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0
+) -> None:
     """What ``launch.launch`` is while kernels are replaced."""
     if isinstance(kernel, _Numba):
         kernel.launch(grid, block, args, stream, shared)
