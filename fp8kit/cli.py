@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
-from fp8kit.commands import FAILED, bench, device_of, folder, plugins, warmup
+from fp8kit.commands import FAILED, bench, device_of, folder, kernels, plugins, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         trains.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
         trains.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (%(default)s)")
 
-    for own in (bench, warmup, plugins):
+    for own in (bench, warmup, plugins, kernels):
         own.add(commands)
     return parser
 

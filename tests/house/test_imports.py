@@ -34,6 +34,7 @@ ROOMS = {
     "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format", "fp8kit.graphs"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing", "fp8kit.numerics"),
+    "lab": ("fp8kit.lab",),
     "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.bench", "fp8kit.warmup", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
@@ -67,6 +68,7 @@ ALLOWED = {
     "layers": _LAYERS,
     "models": _LAYERS | {"models"},
     "testing": _LAYERS | {"codec", "models", "raw_kernels"},
+    "lab": _LAYERS | {"codec", "testing", "raw_kernels", "cuda"},
     "torch": _OPS | {"steps", "autocast", "scaling", "testing"},
     "jax": _OPS | {"steps", "autocast", "scaling", "testing"},
 }

@@ -201,6 +201,8 @@ CALLS: dict[str, Call] = {
                       check_finite=always(False)),
     "deterministic": plain(lambda enabled: _within(fk.deterministic(enabled)), enabled=always(False)),
     "use_backend": plain(lambda name: _within(fk.use_backend(name)), name=always("reference")),
+    "override": plain(lambda **given: _within(fk.override(**given)), operation=always("add"), function=always(None), verify=always(True),
+                      implementation=always(lambda a, b, out, stream: None)),
     "load": plain(fk.load, path=saved, module=lambda: {"x": np.zeros_like(X)}, strict=always(True)),
     "save": plain(fk.save, path=fresh_path, module=lambda: {"x": X}, metadata=lambda: {"a": "b"}),
     "Float8Tensor": plain(fk.Float8Tensor, data=lambda: np.zeros((3, 4), np.uint8), scale_inv=lambda: np.ones(1, np.float32),

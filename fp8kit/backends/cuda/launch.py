@@ -12,7 +12,7 @@ import functools
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView
@@ -152,25 +152,35 @@ def sm_count(device_index: int) -> int:
 
 
 @functools.cache
-def kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
+def engines_kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
     """``function`` of ``source`` compiled with ``defines`` and loaded on a device; the same object for the same arguments.
 
     The defines must be one of the source's variants, which is what the tests compile. BackendError otherwise, and where it cannot be
     compiled or loaded.
     """
-    entry = manifest.source(source)
-    chosen = manifest.defines(**defines)
-    if chosen not in entry.variants or function not in entry.functions:
-        raise BackendError(expected("kernel", f"{source}: {function}", dict(chosen), "a function and a variant that its comments list"))
+    return load(manifest.source(source), function, device_index, manifest.defines(**defines))
+
+
+# What the engine asks for its kernels: ``engines_kernel``. ``substitute`` stands in its place while, and only while, a call runs whose
+# kernels are replaced, so that a look-up costs nothing more otherwise.
+kernel: Callable[..., Kernel] = engines_kernel
+
+
+def load(entry: manifest.Source, function: str, device_index: int, defines: manifest.Defines, unit: manifest.Unit | None = None) -> Kernel:
+    """A kernel of a manifest entry, compiled and loaded afresh (see ``engines_kernel``); ``unit``: from a text of elsewhere."""
+    if defines not in entry.variants or function not in entry.functions:
+        wanted = "a function and a variant that its comments list"
+        raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
     with _LOADING, current_device(device_index):
-        module, resources = _module(source, chosen, device_index)
-        raw = module.get_function(function)
-        return Kernel(function, device_index, raw, entry.parameters[function], resources[function])
+        module, resources = _module(entry.name, defines, device_index, unit)
+        return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources[function])
 
 
 @functools.cache
-def _module(source: str, defines: manifest.Defines, device_index: int) -> tuple[Any, dict[str, kernel_compiler.Resources]]:
-    compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)))
+def _module(
+    source: str, defines: manifest.Defines, device_index: int, unit: manifest.Unit | None
+) -> tuple[Any, dict[str, kernel_compiler.Resources]]:
+    compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)), unit)
     import cupy
 
     return cupy.RawModule(path=str(compiled.path)), compiled.resources
