@@ -1,7 +1,5 @@
 """Arguments that modules check, and those of Transformer Engine's classes that have one supported value: accepted with that value, else
 NotImplementedError by name.
-
-One table a constructor, and one a ``forward`` that takes more than its own arguments; values are Transformer Engine's defaults.
 """
 
 from __future__ import annotations
@@ -13,37 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError, expected
+from fp8kit.layers import CONSTRUCTOR, FORWARD
 from fp8kit_torch.views import kind_of
-
-_GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
-_OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
-_WEIGHT = _GROUP | _OVERLAP | {"ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None, "parallel_mode": None}
-_PARALLEL = _GROUP | {"set_parallel_mode": False}
-
-CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "Linear": _WEIGHT | {"rng_tracker_name": None, "save_original_input": False},
-    "LayerNorm": {"sequence_parallel": None, "dtype": None},
-    "RMSNorm": {"sequence_parallel": None, "dtype": None},
-    "LayerNormLinear": _WEIGHT | {"return_layernorm_output_gathered": False},
-    "LayerNormMLP": _GROUP | _OVERLAP | {
-        "return_layernorm_output_gathered": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None,
-    },
-    "DotProductAttention": _GROUP | {
-        "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None, "cp_comm_type": "p2p",
-    },
-    "MultiheadAttention": _PARALLEL | _OVERLAP,
-    "TransformerLayer": _PARALLEL | {
-        "ub_tp_comm_overlap": False, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": True,
-        "ub_bulk_wgrad": True,
-    },
-}  # fmt: skip
-
-FORWARD: dict[str, dict[str, Any]] = {
-    "DotProductAttention": {
-        "fp8_output": False, "bf16_backward": False, "num_splits": 1, "score_mod": None, "score_mod_bprop": None,
-        "score_mod_tensors": None, "score_mod_bprop_tensors": None,
-    },
-}  # fmt: skip
 
 
 def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -97,3 +66,6 @@ def want_input(operation: str, argument: str, value: Any, features: int) -> Tens
     if value.ndim < 1 or value.shape[-1] != features:
         raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
     return value
+
+
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "not_compiled", "only", "positive", "refuse", "want_alike", "want_input"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8kit.errors import Fp8kitError, ShapeError, expected
 from fp8kit.kv_steps import cached_mask
+from fp8kit.layers import alibi_slopes, layout_of
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, not_compiled, positive, refuse
@@ -33,16 +34,9 @@ def one_of(operation: str, argument: str, value: str, allowed: tuple[str, ...]) 
     return value
 
 
-def slopes_of(heads: int) -> list[float]:
-    """ALiBi's slopes (Press et al. 2022, section 3): 2^(-8 i / n) for the largest power of two n up to the number of heads, and every
-    second one of 2n heads' for the rest."""
-    n = 1 << (heads.bit_length() - 1)
-    return [2.0 ** (-8 * i / n) for i in range(1, n + 1)] + [2.0 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
-
-
 @lru_cache(maxsize=64)
 def _kept_slopes(heads: int, device: torch.device) -> Tensor:
-    return torch.tensor(slopes_of(heads), dtype=torch.float32, device=device)
+    return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
 
 
 class DotProductAttention(ParameterModule):
@@ -219,7 +213,7 @@ class DotProductAttention(ParameterModule):
 
 def _slopes(heads: int, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():
-        return torch.tensor(slopes_of(heads), dtype=torch.float32, device=device)
+        return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
     return _kept_slopes(heads, device)
 
 
@@ -236,17 +230,8 @@ def _window(operation: str, window_size: Any) -> tuple[int, int]:
 def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any) -> tuple[str, dict[str, Tensor]]:
     """The layout's name and its inputs. Fp8kitError for a mixture of forms."""
     given = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv, "qkv_layer": qkv}
-    there = tuple([name for name, layer in given.items() if layer is not None])
-    forms = {
-        ("query_layer", "key_layer", "value_layer"): ("separate", ("q", "k", "v")),
-        ("query_layer", "kv_layer"): ("q_kv", ("q", "kv")),
-        ("qkv_layer",): ("qkv", ("qkv",)),
-    }
-    if there not in forms:
-        wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
-        raise Fp8kitError(expected(operation, "layers", " and ".join(there) or None, wanted))
-    layout, names = forms[there]
-    return layout, {name: given[argument] for name, argument in zip(names, there, strict=True)}
+    layout, inputs = layout_of(operation, given)
+    return layout, {name: given[argument] for name, argument in inputs.items()}
 
 
 def _lengths(form: str, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:

@@ -115,8 +115,10 @@ class Linear(LinearBase):
         """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and keeps it, False takes it.
 
         ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next ``Linear`` multiplies as it is;
-        anything else sees its values. ``fp8_grad``: so is the gradient of ``inp``, in the backward format. With delayed scaling their
-        scales are the state's output and grad_input. Returns h (..., N), with ``return_bias`` also the bias.
+        anything else sees its values. ``fp8_grad``: so is the gradient of ``inp``, in the backward format; a layer before this one casts
+        its values for its own products. With delayed scaling their scales are the state's output and grad_input.
+
+        Returns h (..., N), with ``return_bias`` also the bias.
         """
         x = want_input("Linear", "inp", inp, self.in_features)
         y = self.branch(x, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from fp8kit.autocast import current, resumed
 from fp8kit.backends.policy import get_policy, policy_context
-from fp8kit.errors import AutogradError, Fp8kitError, expected
+from fp8kit.errors import Fp8kitError, expected
+from fp8kit.layers import recomputed
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.state import open_walk
 
@@ -44,10 +45,7 @@ class _Pass:
         self.position = 0
 
     def next(self, owner: object) -> Kept:
-        kept = self.calls[self.position] if self.position < len(self.calls) else None
-        if kept is None or kept.owner is not owner:
-            got = f"{type(owner).__name__} as FP8 layer {self.position}"
-            raise AutogradError(expected("checkpoint", "function", got, "the same layers in the same order as in the first pass"))
+        kept: Kept = recomputed(self.calls, self.position, owner)
         self.position += 1
         return kept
 

@@ -43,13 +43,15 @@ WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 class _Later(type):
     """Makes classes none of which has an instance: to call one, or ask it for anything, is refused."""
 
+    why: str
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"fp8kit_torch: {cls.__name__} is not supported: {WHY[cls.__name__]}")
+        raise NotImplementedError(f"fp8kit_torch: {cls.__name__} is not supported: {cls.why}")
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(f"fp8kit_torch: {cls.__name__}.{name} is not supported: {WHY[cls.__name__]}")
+        raise NotImplementedError(f"fp8kit_torch: {cls.__name__}.{name} is not supported: {cls.why}")
 
 
 _MADE: dict[str, type] = {}
@@ -60,7 +62,7 @@ def later(module: str, name: str) -> Any:
     if name not in WHY:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if name not in _MADE:
-        _MADE[name] = _Later(name, (), {"__module__": __name__, "__doc__": f"Not supported: {WHY[name]}."})
+        _MADE[name] = _Later(name, (), {"__module__": __name__, "__doc__": f"Not supported: {WHY[name]}.", "why": WHY[name]})
     return _MADE[name]
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import Fp8kitError, expected
+from fp8kit.layers import known_options
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
-from fp8kit_torch.attention import MultiheadAttention, known_options, sequence_starts
+from fp8kit_torch.attention import MultiheadAttention, sequence_starts
 from fp8kit_torch.dot_product_attention import one_of
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams

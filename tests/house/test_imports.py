@@ -12,7 +12,7 @@ from tests.house import source
 # room -> prefixes of its modules; the longest prefix decides
 ROOMS = {
     "public": ("fp8kit",),
-    "errors": ("fp8kit.errors", "fp8kit.arguments"),
+    "errors": ("fp8kit.errors", "fp8kit.arguments", "fp8kit.layers"),
     "settings": ("fp8kit.settings",),
     "formats": ("fp8kit.formats",),
     "raw_kernels": ("fp8kit.raw_kernels",),

@@ -133,6 +133,12 @@ def test_modules_within_and_what_there_is_nothing_for():
                 assert word in str(error), error
             else:
                 raise AssertionError(word)
+        class Own(te.Quantizer):
+            pass
+        try:
+            Own()
+        except NotImplementedError as error:
+            assert "Own is not supported: recipes" in str(error), error
         for module in (te, te.ops, te.tensor, te.module):
             try:
                 module.nonsense

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.calibration import activated, amax_of
 from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import encode
@@ -319,3 +320,15 @@ def test_the_policy_of_forward_is_backwards_too(monkeypatch):
         with fk.deterministic(not wanted):
             y.sum().backward()
         assert chosen == [wanted]
+
+
+def test_opcheck_of_calibration(device):
+    x, weight, bias = torch.randn(6, 16, device=device), torch.randn(32, 16, device=device), torch.randn(32, device=device)
+    fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
+    spec = NormMLPSpec(NormSpec(16), fc1, fc2, "relu")
+    opcheck(amax_of, (x,))
+    opcheck(activated, (x, weight, bias, encode(spec)))
+    same(amax_of(x), x.abs().max().reshape(1), "amax")
+    # float32 sums of 16 products in another order
+    want = torch.relu(x @ weight.t() + bias).max().reshape(1)
+    torch.testing.assert_close(activated(x, weight, bias, encode(spec)), want, rtol=2.0**-10, atol=0)
