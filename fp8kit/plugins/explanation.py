@@ -106,7 +106,7 @@ def _head() -> Iterator[str]:
     if not found:
         yield "  none is installed, and FP8KIT_PLUGIN_MODULES names none"
     for plugin in found:
-        outcome = f"{plugin.implementations} implementations" if plugin.ok else "FAILED, left out"
+        outcome = f"{plugin.implementations} implementation{'s' * (plugin.implementations != 1)}" if plugin.ok else "FAILED, left out"
         yield f"  {plugin.name:38}{plugin.source:28}{outcome}"
         yield from (f"    {line}" for line in plugin.error.splitlines())
     yield "engines"

@@ -91,7 +91,7 @@ def test_the_list_shows_the_traceback_and_the_process_goes_on(tmp_path: Path, py
     assert "plugin_missing                        FP8KIT_PLUGIN_MODULES       FAILED, left out" in done.stdout
     assert "    Traceback (most recent call last):" in done.stdout
     assert "No module named 'a_package_that_is_not_there'" in done.stdout
-    assert "plugin_good                           FP8KIT_PLUGIN_MODULES       1 implementations" in done.stdout
+    assert "plugin_good                           FP8KIT_PLUGIN_MODULES       1 implementation\n" in done.stdout
     assert "> good.add" in done.stdout
     assert done.stderr.count("failed and is left out") == 1
     code = ("import numpy as np, fp8kit as fk; x = fk.tensor(np.ones(2, np.float32), device='cpu'); print((x + x).numpy()); "
