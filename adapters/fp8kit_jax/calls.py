@@ -17,6 +17,7 @@ import ctypes
 import ctypes.util
 import functools
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +129,7 @@ class _Flight:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count, self._last = 0, 0.0
+        self._process = os.getpid()
         self.used = False
 
     @contextlib.contextmanager
@@ -145,7 +147,7 @@ class _Flight:
     def drain(self) -> None:
         """Wait for a last call on each device and for the results that are still held, then until no call runs and none can follow: every
         other thread sleeps, or, since a thread of another library may never sleep, ``_SILENCE`` seconds have passed since the last call."""
-        if not self.used:
+        if not self.used or os.getpid() != self._process:  # a forked child has none of JAX's threads
             return
         for platform in PLATFORMS:
             with contextlib.suppress(RuntimeError):  # no such device here

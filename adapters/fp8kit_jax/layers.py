@@ -57,7 +57,7 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     * ``kernel_layout``: "io", or "oi": kernel is (N, K), as PyTorch has it.
     * ``quantizer_set``: see ``dense``.
 
-    Returns y, with ``return_layernorm_output`` (y, norm(x)).
+    Returns y, h (..., N), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_dense"
     x, kernel = jnp.asarray(x), jnp.asarray(kernel)
@@ -85,6 +85,8 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     * ``activation_type``, ``activation_params``: see ``activation``.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
+
+    Returns y, h (..., H), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_mlp"
     x, (k1, k2), (b1, b2) = jnp.asarray(x), map(jnp.asarray, kernels), biases

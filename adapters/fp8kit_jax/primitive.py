@@ -3,10 +3,10 @@
 ``bind(*arrays, program=...)`` binds it. Its results are the program's; the scratch is a further result of the custom call alone, sized when
 the program is lowered, for the platform it is lowered to, and XLA takes the memory back at once.
 
-vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing is kept for
-backward), the batch becomes further rows of one call: the same codes, scales and terms, and, without a matrix product, the same bits.
-The matrix library may sum a longer matrix in another order: ``fk.deterministic(True)``, whose promise is the bits, runs products one
-element after the other too. Everywhere else the elements run so always.
+vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing but numbers
+of rows is kept for backward), the batch becomes further rows of one call: the same codes, scales and terms, and, without a matrix
+product, the same bits. The matrix library may sum a longer matrix in another order: ``fk.deterministic(True)``, whose promise is the
+bits, runs products one element after the other too. Everywhere else the elements run so always.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ for _platform in DEVICES:
 
 def _rows_apart(program: Program) -> bool:
     """Whether every row of x gives its row of the results by itself."""
-    if program.face != "forward" or program.signature.saved:
+    if program.face != "forward" or (program.signature.saved and program.operation != "norm"):  # a norm keeps one number a row
         return False
     spec = program.spec
     if program.operation not in ("linear", "norm", "norm_linear", "norm_mlp", "activation"):
@@ -170,7 +170,8 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Progra
         given = dict(program.metas)
         views = tuple((name, shape if name in given and name != "x" else (size, *shape)) for name, shape in program.views)
         wide = replace(program, metas=metas, views=views)
-        return bind(*moved, program=wide), [0] * len(wide.results)
+        results = zip(bind(*moved, program=wide), program.seen("results"), strict=True)
+        return [result.reshape(size, *shape) for result, (_, shape) in results], [0] * len(wide.results)
 
     def one(parts: list[Any]) -> list[Any]:
         given = iter(parts)

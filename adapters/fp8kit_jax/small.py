@@ -51,11 +51,17 @@ def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
 def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     """softmax(scale_factor * logits) over the last dimension, in float32, rounded to logits' dtype; XLA's own fused code.
 
-    ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked out whole is 0.
+    * ``logits``: h (..., N), float32, bfloat16 or float16. ``scale_factor``: a number.
+    * ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked out whole is 0.
+
+    Returns h (..., N). Raises FormatError for logits that are no floating-point numbers, ShapeError for a mask that does not broadcast.
+    Source: Transformer Engine's ``softmax`` in JAX, its kinds told apart by ``mask``.
     """
     logits = jnp.asarray(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise FormatError(expected("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16"))
+    if mask is not None and not _broadcasts(jnp.shape(mask), logits.shape):
+        raise ShapeError(expected("softmax", "mask", f"shape {jnp.shape(mask)}", f"one that broadcasts to {logits.shape}"))
     keep = None if mask is None else jnp.asarray(mask) == 0
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
     if keep is None:
@@ -64,11 +70,18 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(logits.dtype)
 
 
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of ``shape`` stands for one of ``whole``."""
+    return len(shape) <= len(whole) and all(n in (1, m) for n, m in zip(shape[::-1], whole[::-1], strict=False))
+
+
 def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100) -> Any:
     """Softmax cross entropy in nats, its gradient from the kept log-sum-exp.
 
     * ``logits``: h (..., V); ``targets``: int32 (...,), ``ignore_index`` counts nothing. ``label_smoothing`` in [0, 1).
     * ``reduction``: "mean" over the targets that are not ignored, float32 (), or "none", float32 like targets.
+
+    Raises ShapeError or FormatError when it is traced.
     """
     logits = jnp.asarray(logits)
     if logits.ndim < 1:

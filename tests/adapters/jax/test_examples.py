@@ -39,6 +39,7 @@ def test_flax_training(capsys, monkeypatch):
     assert losses[-1] < losses[0] - 1.0
     assert numbers(r"validation: ([\d.]+)", text)[0] < losses[0] - 1.0
     assert "quantised tensors: 24\n" in text
+    assert "it writes: '    return " in text or 'it writes: "    return ' in text
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

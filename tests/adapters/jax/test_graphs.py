@@ -16,8 +16,10 @@ def verdict(platform, **environment):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""} | environment
     command = [sys.executable, "-m", "tests.adapters.jax.graphs", platform]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    assert done.stdout.strip(), done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0 or found["verdict"] == "refused", done.stderr
+    return found
 
 
 def test_the_experiment_itself():
