@@ -2,6 +2,7 @@
 #   make demo       train a small GPT in high precision and in FP8, and compare them       (runs/demo/)
 #   make test       ruff, mypy and every test that needs no GPU
 #   make test-gpu   the tests that need a GPU
+#   make test-gpu2  the tests that need two GPUs
 #   make bench      times, with a check of each result                                     (runs/bench.json)
 #   make info       devices, versions, and what runs or is missing
 #   make clean      remove .venv, runs and caches
@@ -16,7 +17,7 @@ GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
 DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
 
-.PHONY: demo test test-gpu bench info clean
+.PHONY: demo test test-gpu test-gpu2 bench info clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -30,6 +31,10 @@ test: $(TEST)
 test-gpu: $(TEST)
 	@$(if $(GPU),true,echo "make test-gpu: nvidia-smi finds no GPU" && exit 1)
 	$(BIN)/python -m pytest -m gpu
+
+test-gpu2: $(TEST)
+	@$(if $(GPU),true,echo "make test-gpu2: nvidia-smi finds no GPU" && exit 1)
+	$(BIN)/python -m pytest -m gpu2
 
 bench: $(DEMO)
 	mkdir -p runs

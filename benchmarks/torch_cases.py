@@ -1,96 +1,63 @@
-"""The cases of the PyTorch benchmark: the same module with the same weights and data, by fp8kit's doors and by what stands beside them.
-
-A case is a function that takes a ``Problem`` and returns a ``Step``: forward and backward once, the parameters' gradients written anew.
-"""
+"""The contenders of the PyTorch benchmarks: one module, the same weights and data, by fp8kit's doors and by what stands beside them."""
 
 from __future__ import annotations
 
+import gc
 import importlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import fp8kit_torch as ft
-import ml_dtypes
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fp8kit as fk
-from benchmarks.torch_plain import plain, random_weights
-from fp8kit import arrays, nn
-from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from benchmarks.torch_plain import plain
+from fp8kit.arrays import Device
+from fp8kit.bench.breakeven import native_door
+from fp8kit.bench.memory import Peak, pool_growth
+from fp8kit.bench.problem import RECIPES, Contender, Modules, Problem, Results, Running, native
+from fp8kit.bench.report import Unavailable
+from fp8kit.recipe import Recipe
 
 Scope = Callable[[], AbstractContextManager[Any]]
-RECIPES: dict[str, Recipe | None] = {
-    "bf16": None, "FP8 delayed": DelayedScaling(), "FP8 current": Float8CurrentScaling(), "FP8 block": Float8BlockScaling(),
-}  # fmt: skip
-EAGER = "torch eager bf16"
-# the products that a gradient passes on its way through a module
-PRODUCTS = {"Linear": 1, "LayerNormMLP": 2, "TransformerLayer": 4}
+EAGER, CUDNN, COMPILED, GRAPH = "torch eager bf16", "torch eager bf16, cuDNN attention", "torch.compile bf16", "torch eager bf16, graph"
 # name of a distribution -> names under which it is published
 PEERS = {"transformer_engine": ("transformer-engine", "transformer_engine", "transformer_engine_torch"), "torchao": ("torchao",)}
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One module to time: ``kind`` and its ``sizes`` (of Linear in, out; LayerNormMLP hidden, ffn; TransformerLayer also heads).
-
-    ``weights`` have fp8kit's names; ``x`` and ``dy``, the gradient of the output, are (batch, sequence, features). All are bfloat16.
-    ``layout``: "sbhd" or "bshd", what fp8kit and Transformer Engine get, and ``arranged`` is (x, dy) in it; the plain modules get batch
-    first. ``backend``: torch.compile's.
-    """
-
-    kind: str
-    sizes: tuple[int, ...]
-    weights: dict[str, Tensor]
-    x: Tensor
-    dy: Tensor
-    arranged: tuple[Tensor, Tensor]
-    layout: str
-    backend: str
-
-    @property
-    def device(self) -> torch.device:
-        """Where everything is."""
-        return self.x.device
-
-    def restored(self, tensor: Tensor) -> Tensor:
-        """A result in ``layout``, batch first."""
-        return tensor if self.layout == "bshd" else tensor.transpose(0, 1)
+def where(problem: Problem) -> torch.device:
+    """The problem's device as torch has it."""
+    return torch.device(problem.device.kind, problem.device.index) if problem.device.kind == "cuda" else torch.device("cpu")
 
 
-@dataclass
-class Step:
-    """Callable: one forward and backward. ``results`` makes of its return (y, dx), batch first, without history."""
-
-    call: Callable[[], tuple[Any, Any]]
-    results: Callable[[Any, Any], tuple[Tensor, Tensor]]
-
-    def __call__(self) -> tuple[Any, Any]:
-        return self.call()
+def put(host: Any, device: torch.device) -> Tensor:
+    """A host array of bfloat16 or float32 as a tensor."""
+    if host.dtype == np.float32:
+        return torch.from_numpy(host).to(device)
+    return torch.from_numpy(host.view(np.int16)).to(device).view(torch.bfloat16)
 
 
-class Unavailable(Exception):
-    """A case that cannot run here; the message says why."""
+def weights(problem: Problem) -> dict[str, Tensor]:
+    """The problem's weights."""
+    return {name: put(w, where(problem)) for name, w in problem.weights.items()}
 
 
-def make_problem(kind: str, sizes: tuple[int, ...], batch: int, sequence: int, layout: str, backend: str, device: torch.device,
-            seed: int) -> Problem:
-    """A ``Problem`` with random weights and data, drawn from ``seed``."""
-    generator = torch.Generator(device).manual_seed(seed)
-    weights = random_weights(kind, sizes, device, generator)
-    outward = sizes[-1] if kind == "Linear" else sizes[0]
-    x, dy = (torch.randn(batch, sequence, n, generator=generator, device=device).bfloat16() for n in (sizes[0], outward))
-    arranged = (x, dy) if layout == "bshd" else (x.transpose(0, 1).contiguous(), dy.transpose(0, 1).contiguous())
-    return Problem(kind, sizes, weights, x, dy, arranged, layout, backend)
-
-
-def _torch_step(module: Callable[..., Tensor], parameters: list[torch.nn.Parameter], x: Tensor, dy: Tensor, scope: Scope,
-                restored: Callable[[Tensor], Tensor]) -> Step:
+def running(problem: Problem, module: Callable[..., Tensor], parameters: list[torch.nn.Parameter], scope: Scope = nullcontext,
+            batch_first: bool = False, captured: bool = False, keep: Any = None) -> Running:
+    """A torch module as a contender. ``batch_first``: it takes (batch, sequence, features), whatever the problem's layout. ``captured``:
+    the whole step is a CUDA graph."""
+    turned = batch_first and problem.layout == "sbhd"
+    x, dy = (put(host, where(problem)) for host in (problem.x, problem.dy))
+    if turned:
+        x, dy = x.transpose(0, 1).contiguous(), dy.transpose(0, 1).contiguous()
     leaf = x.detach().requires_grad_()
+    last: list[Any] = [None]
 
     def call() -> tuple[Tensor, Tensor | None]:
         leaf.grad = None
@@ -99,78 +66,116 @@ def _torch_step(module: Callable[..., Tensor], parameters: list[torch.nn.Paramet
         with scope():
             y = module(leaf)
         y.backward(dy)
-        return y, leaf.grad
+        return y.detach(), leaf.grad
 
-    return Step(call, lambda y, dx: (restored(y.detach()), restored(dx)))
+    step = _graph(call) if captured else call
+
+    def remembered() -> None:
+        last[0] = None
+        last[0] = step()
+
+    def results() -> Results:
+        restored = (t.transpose(0, 1) if turned else t for t in last[0])
+        y, dx = (t.float().cpu().numpy() for t in restored)
+        return y, dx
+
+    def poison() -> None:
+        if not captured:  # a graph's results have their place
+            last[0] = None
+            taken = [torch.full_like(t, float("nan")) for t in (x, dy) for _ in range(4)]
+            del taken
+
+    return Running(remembered, results, poison, (module, keep))
+
+
+def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A call captured as a CUDA graph after three warm-ups on a stream of their own; its replay gives the same tensors, written anew."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return out
+
+    return replay
 
 
 # --- torch itself -----------------------------------------------------------------------------------------------------
 
 
-def eager(problem: Problem, scope: Scope = nullcontext) -> Step:
-    """The plain module."""
-    module = plain(problem.kind, problem.sizes, problem.weights, torch.bfloat16)
-    return _torch_step(module, list(module.parameters()), problem.x, problem.dy, scope, lambda t: t)
+def plain_module(problem: Problem) -> torch.nn.Module:
+    """torch's own module with the problem's weights."""
+    return plain(problem.kind, problem.sizes, weights(problem), torch.bfloat16)
 
 
-def cudnn_attention(problem: Problem) -> Step:
+def eager(problem: Problem, scope: Scope = nullcontext, captured: bool = False, module: torch.nn.Module | None = None) -> Running:
+    """The plain module, ``module`` where one is there already."""
+    module = plain_module(problem) if module is None else module
+    return running(problem, module, list(module.parameters()), scope, True, captured)
+
+
+def cudnn_attention(problem: Problem) -> Running:
     """The plain module, its attention by cuDNN."""
     return eager(problem, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
 
 
-def compiled(problem: Problem) -> Step:
-    """The plain module under torch.compile, default mode."""
-    module = plain(problem.kind, problem.sizes, problem.weights, torch.bfloat16)
-    made = torch.compile(module, backend=problem.backend, dynamic=False)
-    return _torch_step(made, list(module.parameters()), problem.x, problem.dy, nullcontext, lambda t: t)
+def compiled(problem: Problem) -> Running:
+    """The plain module under torch.compile, default mode; on the CPU without its code generator."""
+    module = plain_module(problem)
+    made = torch.compile(module, backend=backend(problem), dynamic=False)
+    return running(problem, made, list(module.parameters()), batch_first=True)
+
+
+def backend(problem: Problem) -> str:
+    """torch.compile's."""
+    return "inductor" if problem.device.kind == "cuda" else "aot_eager"
+
+
+def reference(problem: Problem) -> Results:
+    """(y, dx) of the plain module in float32."""
+    module = plain(problem.kind, problem.sizes, weights(problem), torch.float32)
+    wide = [put(host, where(problem)).float() for host in (problem.x, problem.dy)]
+    turned = problem.layout == "sbhd"
+    x, dy = (t.transpose(0, 1).contiguous() if turned else t for t in wide)
+    leaf = x.requires_grad_()
+    y = module(leaf)
+    y.backward(dy)
+    assert leaf.grad is not None
+    return problem.branches(*((t.transpose(0, 1) if turned else t).cpu().numpy() for t in (y.detach(), leaf.grad)))
 
 
 # --- fp8kit -----------------------------------------------------------------------------------------------------------
 
 
-def options(problem: Problem) -> dict[str, Any]:
-    """The constructor's keyword arguments beyond the sizes, in fp8kit and in Transformer Engine."""
-    if problem.kind != "TransformerLayer":
-        return {}
-    return {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "attn_input_format": problem.layout}
-
-
-def door(library: Any, problem: Problem, scope: Scope) -> Step:
+def door(library: Any, problem: Problem, scope: Scope, prepare: Callable[[Any, Tensor], Any] = lambda module, x: module) -> Running:
     """A module of ``library``, a module of Transformer Engine's names: ``fp8kit_torch``, or Transformer Engine."""
-    module = getattr(library, problem.kind)(*problem.sizes, params_dtype=torch.bfloat16, device=problem.device, **options(problem))
-    found = module.load_state_dict(problem.weights, strict=False)
+    module = getattr(library, problem.kind)(*problem.sizes, params_dtype=torch.bfloat16, device=where(problem), **problem.options)
+    found = module.load_state_dict(weights(problem), strict=False)
     wrong = [*found.unexpected_keys, *(key for key in found.missing_keys if not key.endswith("_extra_state"))]
     if wrong:
         raise Unavailable(f"parameters of other names: {', '.join(wrong)}")
-    return _torch_step(module, list(module.parameters()), *problem.arranged, scope, problem.restored)
+    made = prepare(module, put(problem.x, where(problem)))
+    return running(problem, made, list(module.parameters()), scope, keep=module)
 
 
-def fp8kit_torch(problem: Problem, recipe: Recipe | None) -> Step:
-    """This project's PyTorch module."""
-    return door(ft, problem, nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe))
+def fp8kit_torch(problem: Problem, recipe: Recipe | None, graph: bool = False) -> Running:
+    """This project's PyTorch module; with ``graph`` its forward and backward replayed by ``make_graphed_callables``."""
 
+    def prepare(module: Any, x: Tensor) -> Any:
+        if not graph:
+            return module
+        return ft.make_graphed_callables(module, (x.requires_grad_(),), enabled=recipe is not None, recipe=recipe)
 
-def native(problem: Problem, recipe: Recipe | None) -> Step:
-    """fp8kit's own module and autograd, without torch."""
-    where = ft.as_view(problem.x).device
-    module = getattr(nn, problem.kind)(*problem.sizes, params_dtype=fk.bfloat16, device=where, **options(problem))
-    module.load_state_dict({name: w.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16) for name, w in problem.weights.items()})
-    x, dy = problem.arranged
-    leaf, upstream = fk.tensor(ft.as_view(x), requires_grad=True), ft.as_view(dy)
-    enabled = recipe is not None
-
-    def call() -> tuple[fk.Tensor, arrays.ArrayView | None]:
-        leaf.grad = None
-        module.zero_grad()
-        with fk.autocast(enabled=enabled, recipe=recipe):
-            y = module(leaf)
-        y.backward(upstream)
-        return y, leaf.grad
-
-    def results(y: fk.Tensor, dx: arrays.ArrayView) -> tuple[Tensor, Tensor]:
-        return problem.restored(torch.from_dlpack(y.view)), problem.restored(torch.from_dlpack(dx))
-
-    return Step(call, results)
+    return door(ft, problem, nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe), prepare)
 
 
 # --- others, where they are installed ---------------------------------------------------------------------------------
@@ -191,7 +196,7 @@ def _want(peer: str) -> None:
         raise Unavailable("not installed")
 
 
-def transformer_engine(problem: Problem, recipe: str) -> Step:
+def transformer_engine(problem: Problem, recipe: str) -> Running:
     """Transformer Engine's module; ``recipe``: the class of that name in its recipes, "" for none."""
     _want("transformer_engine")
     te = importlib.import_module("transformer_engine.pytorch")
@@ -203,44 +208,85 @@ def transformer_engine(problem: Problem, recipe: str) -> Step:
     return door(te, problem, lambda: te.fp8_autocast(enabled=True, fp8_recipe=made))
 
 
-def torchao(problem: Problem) -> Step:
+def torchao(problem: Problem) -> Running:
     """The plain module with torchao's FP8 products, scaled by tensor at each call, under torch.compile as torchao wants it."""
     _want("torchao")
     float8 = importlib.import_module("torchao.float8")
-    module = plain(problem.kind, problem.sizes, problem.weights, torch.bfloat16)
-    module = float8.convert_to_float8_training(module, config=float8.Float8LinearConfig.from_recipe_name("tensorwise"))
-    made = torch.compile(module, backend=problem.backend, dynamic=False)
-    return _torch_step(made, list(module.parameters()), problem.x, problem.dy, nullcontext, lambda t: t)
+    module = float8.convert_to_float8_training(plain_module(problem), config=float8.Float8LinearConfig.from_recipe_name("tensorwise"))
+    made = torch.compile(module, backend=backend(problem), dynamic=False)
+    return running(problem, made, list(module.parameters()), batch_first=True)
 
 
-def cases(problem: Problem, compile_plain: bool) -> dict[str, Callable[[Problem], Step]]:
-    """Name -> case, the one that others are compared with first. ``compile_plain``: also what needs torch.compile."""
-    found: dict[str, Callable[[Problem], Step]] = {EAGER: eager}
-    if problem.kind == "TransformerLayer" and problem.device.type == "cuda":
-        found["torch eager bf16, cuDNN attention"] = cudnn_attention
-    if compile_plain:
-        found["torch.compile bf16"] = compiled
-    for name, recipe in RECIPES.items():
-        found[f"fp8kit_torch {name}"] = lambda p, recipe=recipe: fp8kit_torch(p, recipe)
-    for name in ("bf16", "FP8 delayed"):
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
+def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
+    """Name -> contender, what others are compared with first. The largest layer has all of them, the host's test the fewest."""
+    free()
+    gpu, layer = problem.device.kind == "cuda", problem.kind == "TransformerLayer"
+    large = workload == "layer 4096"
+    chosen = [name for name in RECIPES if large or workload in ("mlp", "linear") or name in ("bf16", "FP8 delayed", "FP8 current")]
+    found: dict[str, Contender] = {EAGER: eager}
+    if layer and gpu:
+        found[CUDNN] = cudnn_attention
+    if large:
+        found[COMPILED] = compiled
+    for name in chosen:
+        found[f"fp8kit_torch {name}"] = lambda p, recipe=RECIPES[name]: fp8kit_torch(p, recipe)
         found[f"fp8kit native {name}"] = lambda p, recipe=RECIPES[name]: native(p, recipe)
-    for name, own in RECIPES.items():
-        te_recipe = "" if own is None else type(own).__name__
-        found[f"Transformer Engine {name}"] = lambda p, recipe=te_recipe: transformer_engine(p, recipe)
-    if compile_plain:
+    if gpu and workload in ("layer 1024", "layer 768"):
+        found |= {GRAPH: lambda p: eager(p, captured=True),
+                  "fp8kit native FP8 delayed, graph": lambda p: native(p, RECIPES["FP8 delayed"], graph=True),
+                  "fp8kit_torch FP8 delayed, graph": lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph=True)}  # fmt: skip
+    for name in chosen:
+        own = RECIPES[name]
+        found[f"Transformer Engine {name}"] = partial(transformer_engine, recipe="" if own is None else type(own).__name__)
+    if large:
         found["torchao FP8 tensorwise, torch.compile"] = torchao
     return found
 
 
-def bounds(case: str, kind: str) -> tuple[float, float]:
-    """The largest relative errors of y and dx that a right result has: twice those of independent roundings.
+def breakeven(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
+    """The break-even grid's: plain torch and FP8 through both doors, eager and captured."""
+    free()
+    fp8 = RECIPES["FP8 delayed"]
 
-    One FP8 product of normal data has the errors that ``benchmarks.linear_error`` finds: 0.0376 of two E4M3 operands, 0.0592 of an E5M2
-    gradient and an E4M3 weight. The errors of n products in a row add as their squares do; dx passes n forward and n backward. bfloat16
-    rounds by 2**-9 at most, and a module does so a few times at each product.
-    """
-    n = PRODUCTS[kind]
-    if "FP8" not in case:
-        return 2**-7 * n**0.5, 2**-7 * (2 * n) ** 0.5
-    forward, backward = 0.0376, 0.0592
-    return 2 * n**0.5 * forward, 2 * (n * (forward**2 + backward**2)) ** 0.5
+    def torchs(name: str, captured: bool = False) -> dict[str, Contender]:
+        return {name: lambda p: eager(p, captured=captured, module=modules.of(p, name, lambda: plain_module(p)))}
+
+    found = torchs(EAGER) | native_door("fp8kit native FP8", fp8, modules)
+    found["fp8kit_torch FP8"] = lambda p: fp8kit_torch(p, fp8)
+    if problem.device.kind == "cuda":
+        found |= torchs(GRAPH, True) | native_door("fp8kit native FP8, graph", fp8, modules, True)
+        found["fp8kit_torch FP8, graph"] = lambda p: fp8kit_torch(p, fp8, graph=True)
+    return found
+
+
+def free() -> None:
+    """Hand back what no contender holds any more, in both allocators."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        from fp8kit.backends.cuda.device import cupy
+
+        torch.cuda.empty_cache()
+        cupy().get_default_memory_pool().free_all_blocks()
+
+
+class TorchPeak(Peak):
+    """``Peak`` over torch's allocator and CuPy's together, which the native library takes from."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        if device.kind == "cuda":
+            self.before = torch.cuda.memory_allocated() + self._held()
+
+    def bytes(self, step: Callable[[], object]) -> int:
+        """See ``Peak``."""
+        if self.device.kind == "cpu":
+            return super().bytes(step)
+        torch.cuda.reset_peak_memory_stats()
+        start = self._held()
+        with pool_growth() as growth:
+            step()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated()) + start + growth[0] - self.before

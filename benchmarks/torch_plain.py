@@ -75,16 +75,3 @@ def plain(kind: str, sizes: tuple[int, ...], weights: dict[str, Tensor], dtype: 
     module = make(*sizes, device=next(iter(weights.values())).device, dtype=dtype)
     module.load_state_dict({own: weights[theirs] for own, theirs in names.items()})
     return module
-
-
-def random_weights(kind: str, sizes: tuple[int, ...], device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
-    """bfloat16 parameters under fp8kit's names, no zeros: norms' weights near 1, the rest normal.
-
-    A matrix (out, in) has variance 1 / in: the branches are then about as large as the residual stream at every size, and the stream's
-    rounding to bfloat16 does not drown what they are compared by.
-    """
-    make, names = PLAIN[kind]
-    shapes = {names[own]: p.shape for own, p in make(*sizes, device="meta").named_parameters()}
-    drawn = {name: torch.randn(shape, generator=generator, device=device) for name, shape in shapes.items()}
-    scaled = {name: w * w.shape[1] ** -0.5 if w.dim() == 2 else 0.1 * w for name, w in drawn.items()}
-    return {name: (1 + w if name.endswith("norm_weight") else w).bfloat16() for name, w in scaled.items()}

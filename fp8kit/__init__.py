@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp8kit.autocast import autocast  # at once: a submodule of the same name would take its place when it is first imported
+from fp8kit.warmup import warmup  # likewise
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     )
     from fp8kit.float8 import Float8Tensor, quantize
     from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format, bfloat16, float16, float32, int32, int64, uint8
+    from fp8kit.graphs import graph
+    from fp8kit.lab.overrides import override
     from fp8kit.nn.random import manual_seed
     from fp8kit.nn.recompute import checkpoint
     from fp8kit.serialization import load, save
@@ -77,11 +80,13 @@ _PUBLIC = {
     "int32": "formats",
     "int64": "formats",
     "uint8": "formats",
+    "graph": "graphs",
+    "override": "lab.overrides",
     "manual_seed": "nn.random",
     "checkpoint": "nn.recompute",
 }
 
-__all__ = sorted([*_PUBLIC, "__version__", "autocast"])
+__all__ = sorted([*_PUBLIC, "__version__", "autocast", "warmup"])
 
 
 def __getattr__(name: str) -> Any:

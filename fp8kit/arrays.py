@@ -135,8 +135,13 @@ class ArrayView:
 
     def rows(self) -> ArrayView:
         """The array as a matrix: all leading dimensions flattened into rows, the last one kept."""
-        last = self.shape[-1] if self.shape else 1
-        return self.reshape(self.size // last if last else math.prod(self.shape[:-1]), last)
+        shape = self.shape
+        if self._strides is None and shape:
+            if len(shape) == 2:
+                return self
+            return ArrayView(self.ptr, (math.prod(shape[:-1]), shape[-1]), self.dtype, self.device, self.owner)
+        last = shape[-1] if shape else 1
+        return self.reshape(self.size // last if last else math.prod(shape[:-1]), last)
 
     def slice(self, dim: int, start: int, length: int) -> ArrayView:
         """``length`` elements from ``start`` along ``dim``. ShapeError where they are not all there."""

@@ -188,7 +188,8 @@ def _implementations(device: Device) -> list[Row]:
     for name, kernel in (("forward", "attention_fwd"), ("backward", "attention_bwd")):
         usable, refused = dispatch.candidates(kernel, device)
         taken = usable[0].impl_id if usable else "no implementation"
-        why = [f"{impl.impl_id}: after it" for impl in usable[1:]] + [f"{impl.impl_id}: {reason}" for impl, reason in refused]
+        why = [f"{impl.impl_id}: after it" for impl in usable[1:]] + [
+            f"{impl.impl_id}: {reason}" for impl, reason in refused if device.kind in impl.devices]
         found.append((name, "runs" if usable else "missing", "; ".join([taken, *why])))
     return found
 

@@ -1,4 +1,4 @@
-"""The ``fp8kit`` command: info, demo, train and bench. ``python -m fp8kit`` is the same."""
+"""The ``fp8kit`` command: info, demo, train, bench, warmup, plugins and kernels. ``python -m fp8kit`` is the same."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import fp8kit
 from fp8kit import arrays, attention_info, settings
-from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.commands import FAILED, bench, device_of, folder, kernels, plugins, warmup
+from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
-FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells give it
 UNREAD = 141  # exit status when the output's reader is gone, likewise
 
@@ -79,9 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         trains.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
         trains.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (%(default)s)")
 
-    bench = command("bench", "time casts and training steps; on a GPU also layers and GEMMs")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers and versions to FILE")
-    bench.set_defaults(run=_bench)
+    for own in (bench, warmup, plugins, kernels):
+        own.add(commands)
     return parser
 
 
@@ -91,28 +89,10 @@ def _positive(value: str) -> int:
     return int(value)
 
 
-def _device(options: argparse.Namespace) -> Device:
-    """The device that was asked for, or the default one. BackendError where it is not usable."""
-    device = dispatch.default_device() if options.device is None else arrays.device(options.device)
-    usable = arrays.provider(device).count()
-    if device.index >= usable:
-        raise BackendError(f"device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
-    return device
-
-
-def _folder(path: Path) -> Path:
-    """``path`` as a folder that exists, made before the work whose results go there. Fp8kitError where that is impossible."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Fp8kitError(expected("results", "folder", path, f"a folder that can be made ({error.strerror})")) from None
-    return path
-
-
 def _demo(options: argparse.Namespace) -> int:
     from fp8kit.models.demo import run_demo
 
-    device, out = _device(options), _folder(options.out)
+    device, out = device_of(options), folder(options.out)
     size = preset(options.preset or ("demo-cpu" if device.kind == "cpu" else "demo-gpu"))
     verdict = run_demo(size, out, device, options.steps, options.seed)
     print(f"\nresults are in {out}/")
@@ -126,7 +106,7 @@ def _train(options: argparse.Namespace) -> int:
     from fp8kit.models import text
     from fp8kit.models.train import fp8_recipe, high_precision, train, write_losses, write_statistics
 
-    device, out, size = _device(options), _folder(options.out), preset(options.preset)
+    device, out, size = device_of(options), folder(options.out), preset(options.preset)
     if options.steps is not None:
         size = size.with_steps(options.steps)
     recipe = fp8_recipe(size) if options.precision == "fp8" else None
@@ -140,21 +120,6 @@ def _train(options: argparse.Namespace) -> int:
     print(f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})")
     print(f"results are in {out}/")
     return 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from fp8kit import bench
-
-    if options.json is not None:
-        _folder(options.json.parent)
-    results = bench.run(dispatch.default_device())
-    print(bench.table(results))
-    if options.json is not None:
-        bench.write(options.json, results)
-    wrong = [result.name for result in results if not result.correct]
-    for name in wrong:
-        print(f"fp8kit bench: FAILED: {name} is not correct", file=sys.stderr)
-    return FAILED if wrong else 0
 
 
 # --- info -------------------------------------------------------------------------------------------------------------

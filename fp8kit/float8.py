@@ -6,7 +6,7 @@ scale of a tensor; DeepSeek-V3 technical report, 2024, 3.3.2, for 1x128 and 128x
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -392,12 +392,15 @@ def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: An
     if all(_along_rows(t) for t in (a, b.T)) and (a.scaling, b.scaling) != ("block_128x128",) * 2:
         (left, left_scale, left_tile), (right, right_scale, right_tile) = (_block_operand(t, kernels, stream) for t in (a, b.T))
         room = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
-        # a device without this product says so, and gets the other
-        with contextlib.suppress(CannotTake):
+        try:  # a device without this product says so, and gets the other
             kernels.block_gemm(
                 left, right, out, a.format, b.format, left_scale, right_scale, left_tile, right_tile, None, False, room, stream
             )
             return
+        except CannotTake as reason:
+            if kernels.policy.strict:
+                raise
+            dispatch.say_once(logging.WARNING, "Float8Tensor: %s; the product of the decoded operands is taken", reason)
     wide_a, wide_b = a._wide(formats.float32), b._wide(formats.float32)
     wide_a = wide_a if a._flipped else wide_a.rows()
     if a._flipped and b._flipped:  # no layout of gemm transposes both

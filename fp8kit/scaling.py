@@ -7,8 +7,8 @@ Operations read ``scale`` and accumulate amaxes into row 0 of the history; the u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -138,10 +138,39 @@ def _put(array: HostArray, device: Device) -> ArrayView:
     return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)
 
 
-def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, stream: int | None = None) -> None:
+class _Batch(NamedTuple):
+    """States that are updated together: their ``views``, which the batch is found by, and for each device (device, scales, inverses,
+    histories, maxima) as the kernel takes them."""
+
+    views: list[dict[str, ArrayView]]
+    parts: list[tuple[Device, tuple[ArrayView, ...], tuple[ArrayView, ...], tuple[ArrayView, ...], tuple[float, ...]]]
+
+
+_BATCHES: dict[tuple[float | int, ...], _Batch] = {}
+_BATCH_LIMIT = 16
+
+
+def _batch(states: Sequence[ScalingState], fp8_max: float) -> _Batch:
+    """The batch of these states: made once, as long as their memory is the same. Views are known by identity and kept alive for that."""
+    views = [state.views for state in states]
+    key = (fp8_max, *map(id, views))
+    found = _BATCHES.get(key)
+    if found is None:
+        parts = []
+        for device in dict.fromkeys(own["scale"].device for own in views):
+            there = [own for own in views if own["scale"].device == device]
+            scales, inverses, histories = (tuple(own[field] for own in there) for field in FIELDS)
+            parts.append((device, scales, inverses, histories, (fp8_max,) * len(there)))
+        if len(_BATCHES) >= _BATCH_LIMIT:
+            _BATCHES.clear()
+        found = _BATCHES[key] = _Batch(views, parts)
+    return found
+
+
+def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, stream: Callable[[Device], int] | None = None) -> None:
     """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call a device; a recipe's callables run on the host.
 
-    ``stream``: None is each device's current one.
+    ``stream``: gives the stream of a device to work on; None takes its current one.
     """
     if not isinstance(recipe, DelayedScaling) or not states:
         return
@@ -150,13 +179,10 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
             for field, array in updated.items():
                 arrays.copy(state.views[field], arrays.as_view(array))
         return
-    for device in dict.fromkeys(state.device for state in states):
-        own = [state for state in states if state.device == device]
-        scales, inverses, histories = ([state.views[field] for state in own] for field in FIELDS)
-        dispatch.kernels(device).update_delayed_(
-            scales, inverses, histories, [fp8_max] * len(own), recipe.margin, recipe.amax_compute_algo == "most_recent",
-            arrays.current_stream(device) if stream is None else stream,
-        )
+    most_recent = recipe.amax_compute_algo == "most_recent"
+    for device, scales, inverses, histories, maxima in _batch(states, fp8_max).parts:
+        on = arrays.current_stream(device) if stream is None else stream(device)
+        dispatch.kernels(device).update_delayed_(scales, inverses, histories, maxima, recipe.margin, most_recent, on)
 
 
 def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:

@@ -2,36 +2,26 @@
 
 A file holds the arrays of a ``state_dict`` under their names, in their own dtypes (bfloat16 and float8 included). The FP8 state
 of a module at path ``p`` is plain arrays ``p._extra_state.scaling_fwd.scale`` and so on (see ``fp8kit.nn.Module.state_dict``),
-so that a resumed run continues with the same bits. Format: https://huggingface.co/docs/safetensors.
+so that a resumed run continues with the same bits. The format stands in ``checkpoint_format``.
 """
 
 from __future__ import annotations
 
 import glob
-import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import safetensors
 
-from fp8kit import arguments, arrays, formats
+from fp8kit import arguments, arrays, checkpoint_format
 from fp8kit.arrays import ArrayView
+from fp8kit.checkpoint_format import HostArray
 from fp8kit.errors import CheckpointError, FormatError, expected
 
-HostArray = np.ndarray[Any, Any]
 _BESIDE = ".tmp"
-
-# safetensors' dtype codes; float4 has none there
-_CODES = {
-    "F64": formats.float64, "F32": formats.float32, "F16": formats.float16, "BF16": formats.bfloat16, "I64": formats.int64,
-    "I32": formats.int32, "I16": formats.int16, "I8": formats.int8, "U64": formats.uint64, "U32": formats.uint32, "U16": formats.uint16,
-    "U8": formats.uint8, "BOOL": formats.bool_, "F8_E4M3": formats.float8_e4m3fn, "F8_E5M2": formats.float8_e5m2,
-    "F8_E8M0": formats.float8_e8m0fnu,
-}
 
 
 class Stateful(Protocol):
@@ -100,8 +90,9 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
 
     ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any shape and any dtype that
     safetensors has. ``metadata``: strings kept in the file's header. The file appears whole or not at all: it is written beside, flushed to
-    the disk and renamed. A symbolic link stays: the file that it names is written. Raises CheckpointError for arrays that the format
-    cannot hold; OSError when the disk refuses.
+    the disk and renamed. A symbolic link stays: the file that it names is written. Arrays on the CPU are written from where they are: a
+    step that another thread takes meanwhile leaves some arrays, or parts of one, from before it and some from after; save between steps,
+    or save copies. Raises CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
     """
     target = Path(os.path.realpath(arguments.path("save", path)))
     try:
@@ -121,7 +112,7 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_BESIDE}")
     try:
         with open(beside, "xb") as file:
-            _write(file, host, texts)
+            checkpoint_format.write(file, host, texts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, target)
@@ -160,24 +151,8 @@ def sweep(path: str | os.PathLike[str]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, HostArray], dict[str, str]]:
-    """The arrays and the metadata of a file, on the host. CheckpointError as ``load``."""
-    path = arguments.path("load", path)
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise CheckpointError(expected("load", "path", os.fspath(path), f"a readable file ({error.strerror})")) from error
-    try:
-        tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-        size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(f"load: path: {os.fspath(path)} is not a whole safetensors file: truncated or foreign ({error})") from error
-    state = {}
-    for name, entry in tensors:
-        if entry["dtype"] not in _CODES:
-            raise CheckpointError(expected("load", name, f"dtype {entry['dtype']}", f"one of {', '.join(_CODES)}"))
-        state[name] = np.frombuffer(entry["data"], _CODES[entry["dtype"]].numpy).reshape(entry["shape"])
-    return state, metadata
+    """The arrays and the metadata of a file, on the host: memory for one copy of it. CheckpointError as ``load``."""
+    return checkpoint_format.read(arguments.path("load", path))
 
 
 def check(wanted: Mapping[str, ArrayView], state: Mapping[str, Any], strict: bool) -> dict[str, ArrayView]:
@@ -236,27 +211,9 @@ def array(operation: str, name: str, value: Any) -> ArrayView:
 
 def _host(name: str, value: Any) -> HostArray:
     view = array("save", name, value)
-    if view.dtype not in _CODES.values():
+    if view.dtype not in checkpoint_format.CODES.values():
         raise CheckpointError(expected("save", name, f"dtype {view.dtype.name}", "a dtype that safetensors has"))
     return np.ascontiguousarray(view.numpy()).reshape(view.shape)
-
-
-def _write(file: BinaryIO, host: Mapping[str, HostArray], texts: Mapping[str, str]) -> None:
-    """The format, array by array, so that no second copy of them is made: the header's size as 8 bytes, the header in JSON, padded to 8
-    bytes, and the arrays without gaps, wide elements first, so that each is aligned. (The library's own ``save_file`` leaves files of
-    unknown names behind when it is killed.)"""
-    order = sorted(host, key=lambda name: (-host[name].dtype.itemsize, name))
-    codes = {kind.numpy: code for code, kind in _CODES.items()}
-    header: dict[str, Any] = {"__metadata__": dict(texts)} if texts else {}
-    end = 0
-    for name in order:
-        start, end = end, end + host[name].nbytes
-        header[name] = {"dtype": codes[host[name].dtype], "shape": list(host[name].shape), "data_offsets": [start, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        file.write(host[name].reshape(-1).view(np.uint8).data)
 
 
 def _flush_folder(path: Path) -> None:

@@ -11,28 +11,50 @@ FP8KIT_STRICT                1: never take a second choice when the first implem
 FP8KIT_ALLOW_VENDORS         comma-separated vendors that may be used (all)
 FP8KIT_DENY_VENDORS          comma-separated vendors that may not be used (none)
 FP8KIT_PER_OP                order for single kernels: ``gemm=impl:cuda.gemm|reference;amax=reference`` (none)
-FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (WARNING)
+FP8KIT_PLUGIN_MODULES        comma-separated modules whose ``register(registry)`` is called, besides installed plugins (none)
+FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's logging says)
 ===========================  ================================================================================
+
+The variables of TransformerEngine-FL are read where ours are not set: TE_FL_PREFER, TE_FL_STRICT, TE_FL_ALLOW_VENDORS, TE_FL_DENY_VENDORS,
+TE_FL_PER_OP, TE_FL_PLUGIN_MODULES and TEFL_LOG_LEVEL, with "flagos" for "default"; TE_FL_PREFER_VENDOR=1 prefers vendors where no
+TE_FL_PREFER does otherwise, TE_FL_SKIP_CUDA=1 denies the vendor "cuda". Operations in TE_FL_PER_OP that are no kernels here are
+left out with a warning: that library's operations have other names.
 
 Values are read when they are asked for, so a test or a program may set them after import.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from fp8kit.errors import Fp8kitError, expected
 
+# TransformerEngine-FL's name of a variable, and of a kind
+_ALIASES = {f"FP8KIT_{name}": f"TE_FL_{name}" for name in ("PREFER", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP", "PLUGIN_MODULES")}
+_ALIASES["FP8KIT_LOG_LEVEL"] = "TEFL_LOG_LEVEL"
+KIND_ALIASES = {"flagos": "default"}
+_KINDS = ("default", "vendor", "reference")
+
+log = logging.getLogger("fp8kit")
+
+
+def _source(name: str) -> str:
+    """The variable that speaks: ``name`` itself where it is set, else its alias where that is."""
+    alias = _ALIASES.get(name, name)
+    return alias if name not in os.environ and alias in os.environ else name
+
 
 def _text(name: str, default: str = "") -> str:
-    return os.environ.get(name, default).strip()
+    return os.environ.get(_source(name), default).strip()
 
 
 def _flag(name: str) -> bool:
     value = _text(name, "0").lower()
     if value not in ("0", "1", "", "true", "false"):
-        raise Fp8kitError(expected("environment", name, repr(value), "0 or 1"))
+        raise Fp8kitError(expected("environment", _source(name), repr(value), "0 or 1"))
     return value in ("1", "true")
 
 
@@ -61,9 +83,11 @@ def device() -> str:
 
 def prefer() -> str:
     """Preferred kind of implementation: "default", "vendor" or "reference"."""
-    value = _text("FP8KIT_PREFER", "vendor").lower()
-    if value not in ("default", "vendor", "reference"):
-        raise Fp8kitError(expected("environment", "FP8KIT_PREFER", repr(value), "default, vendor or reference"))
+    legacy = {"1": "vendor", "0": "default"}.get(os.environ.get("TE_FL_PREFER_VENDOR", "").strip(), "vendor")
+    value = _text("FP8KIT_PREFER", legacy).lower()
+    value = KIND_ALIASES.get(value, value)
+    if value not in _KINDS:
+        raise Fp8kitError(expected("environment", _source("FP8KIT_PREFER"), repr(value), "default, vendor or reference"))
     return value
 
 
@@ -79,25 +103,54 @@ def allow_vendors() -> frozenset[str] | None:
 
 def deny_vendors() -> frozenset[str]:
     """Vendors that may not be used."""
-    return _names("FP8KIT_DENY_VENDORS")
+    return _names("FP8KIT_DENY_VENDORS") | ({"cuda"} if _flag("TE_FL_SKIP_CUDA") else frozenset())
 
 
-def per_op() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Order of choice for single kernels, as ``((kernel, (token, ...)), ...)``, sorted by kernel."""
+def per_op(kernels: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Order of choice for single kernels, as ``((kernel, (token, ...)), ...)``, sorted by kernel. ``kernels``: the names there are."""
+    source = _source("FP8KIT_PER_OP")
     order = {}
     for item in _text("FP8KIT_PER_OP").split(";"):
         if not item.strip():
             continue
         kernel, equals, tokens = item.partition("=")
         if not equals or not tokens.strip():
-            raise Fp8kitError(expected("environment", "FP8KIT_PER_OP", repr(item), "kernel=token|token"))
+            raise Fp8kitError(expected("environment", source, repr(item), "kernel=token|token"))
+        if source != "FP8KIT_PER_OP" and kernel.strip() not in kernels:
+            log.warning("%s: %s is no kernel of fp8kit and is left out", source, kernel.strip())
+            continue
         order[kernel.strip()] = tuple(token.strip() for token in tokens.split("|") if token.strip())
     return tuple(sorted(order.items()))
 
 
-def log_level() -> str:
-    """Level of the logger "fp8kit"."""
-    value = _text("FP8KIT_LOG_LEVEL", "WARNING").upper()
-    if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise Fp8kitError(expected("environment", "FP8KIT_LOG_LEVEL", repr(value), "DEBUG, INFO, WARNING or ERROR"))
-    return value
+def plugin_modules() -> tuple[str, ...]:
+    """Modules whose ``register(registry)`` is called, besides those of installed plugins."""
+    return tuple(dict.fromkeys(part.strip() for part in _text("FP8KIT_PLUGIN_MODULES").split(",") if part.strip()))
+
+
+def log_level() -> str | None:
+    """Level of the logger "fp8kit", None where nothing says it."""
+    value = _text("FP8KIT_LOG_LEVEL").upper()
+    if value not in ("DEBUG", "INFO", "WARNING", "ERROR", ""):
+        raise Fp8kitError(expected("environment", _source("FP8KIT_LOG_LEVEL"), repr(value), "DEBUG, INFO, WARNING or ERROR"))
+    return value or None
+
+
+class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
+    """Standard error, for a program that has set up no logging: Python's own last resort shows warnings only."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def set_log_level() -> None:
+    """Give the logger "fp8kit" the level that the environment asks for, if it asks; its messages are seen without further setup then."""
+    level = log_level()
+    if level is None:
+        return
+    log.setLevel(level)
+    if not log.handlers:
+        handler = _LastResort()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        log.addHandler(handler)

@@ -19,7 +19,8 @@ Metas = Mapping[str, "Meta | None"]
 
 
 class Meta(NamedTuple):
-    """Shape and dtype of an array, no data. ``zero``: the door hands it over zeroed, or pointing at a running maximum (amax)."""
+    """Shape and dtype of an array, no data. ``zero``: the door hands it over zeroed, or pointing at what is to be gone on
+    with: a running maximum (amax), a running sum (``main_grad``)."""
 
     shape: Shape
     dtype: DType

@@ -1,4 +1,6 @@
-"""What all tests share: GPU tests are skipped where there is no GPU, random state starts alike, and the house's sizes are reported."""
+"""What all tests share: GPU tests are skipped where there is no GPU, those for two GPUs run when they are asked for, random state starts
+alike, and the house's sizes are reported.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,14 @@ import pytest
 from tests.house import source
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked gpu where no CUDA device is usable; nothing of CUDA is looked for when no test is marked."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked gpu2 unless ``-m`` names it: then it runs, and fails where there are no two GPUs. Skip what is marked gpu
+    where no CUDA device is usable; nothing of CUDA is looked for when no test is marked."""
+    if "gpu2" not in (config.getoption("markexpr") or ""):
+        apart = [item for item in items if item.get_closest_marker("gpu2") is not None]
+        if apart:
+            config.hook.pytest_deselected(items=apart)
+            items[:] = [item for item in items if item not in apart]
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from fp8kit import bench, cli
-from fp8kit.arrays import CPU
+from fp8kit import cli
 from fp8kit.backends.cuda import support
+from fp8kit.bench import parts, report
+from fp8kit.bench.report import Part, Setting
+from fp8kit.bench.sizes import SMALL
 
 
 def test_info_names_every_engine_and_attention(capsys):
@@ -182,11 +183,11 @@ def test_a_device_that_is_not_there_is_named(name, monkeypatch, capsys):
 
 
 def test_interruption_is_one_line(monkeypatch, capsys):
-    def stopped(*_):
+    def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "run", stopped)
-    assert cli.main(["bench"]) == 130
+    monkeypatch.setattr(report, "run", stopped)
+    assert cli.main(["bench", "--device", "cpu"]) == 130
     assert capsys.readouterr().err == "\nfp8kit bench: interrupted\n"
 
 
@@ -198,27 +199,60 @@ def test_wrong_usage_is_refused(arguments):
     assert stopped.value.code == 2
 
 
-def test_bench_measures_and_checks(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "CAST_SHAPE", (64, 256))
-    monkeypatch.setitem(bench.PRESETS, "demo-cpu", bench.PRESETS["tiny"])
-    results = bench.run(CPU)
-    assert all(result.correct for result in results)
-    assert all(np.isfinite(result.value) and result.value > 0 for result in results)
-    assert any("ml_dtypes" in result.name for result in results)
-    table = bench.table(results)
-    assert "WRONG" not in table
-    assert len(table.splitlines()) == len(results)
-    bench.write(tmp_path / "bench.json", results)
-    written = json.loads((tmp_path / "bench.json").read_text())
-    assert written["versions"]["fp8kit"] == bench.versions()["fp8kit"]
-    assert len(written["results"]) == len(results)
+def test_bench_measures_and_checks(tmp_path, capsys):
+    file = tmp_path / "bench.json"
+    assert cli.main(["bench", "casts", "gemm", "--device", "cpu", "--json", str(file), "--out", str(tmp_path / "plots")]) == 0
+    said = capsys.readouterr().out
+    assert "WRONG" not in said
+    assert "quantize, ml_dtypes" in said
+    written = report.read(file)
+    assert written.about["versions"] == report.versions()
+    rows = written.rows("casts")
+    assert len(rows) == 8
+    assert all(np.isfinite(row["value"]) and row["value"] > 0 for row in rows)
+    assert len(written.rows("gemm")) == 12
+    assert (tmp_path / "plots/roofline.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_says_what_memory_is_kept(tmp_path, capsys):
+    assert cli.main(["bench", "--memory", "--layer", "32,64,2,8,1", "--device", "cpu", "--json", str(tmp_path / "a.json")]) == 0
+    assert "norm_mlp 1: fc2_w_qt" in capsys.readouterr().out
+    assert {row["workload"] for row in report.read(tmp_path / "a.json").rows("memory")} == {
+        f"kept for backward, {name}, hidden 32, 8 tokens" for name in ("bf16", "FP8 delayed")}  # fmt: skip
+
+
+def test_bench_reports_what_is_wrong(monkeypatch, capsys):
+    wrong = Part("wrong", "", lambda setting: [{"workload": "w", "case": "c", "status": "WRONG: by design"}])
+    monkeypatch.setattr(parts, "NATIVE", (wrong,))
+    assert cli.main(["bench", "--device", "cpu", "--minutes", "5"]) == 1
+    assert capsys.readouterr().err == "fp8kit bench: FAILED: wrong: w: c: WRONG: by design\n"
+
+
+@pytest.mark.parametrize("arguments", [["bench", "tea"], ["bench", "--memory", "--layer", "3,4"], ["warmup", "--layer", "0,1,2"]])
+def test_what_commands_cannot_take_is_one_line(arguments, capsys):
+    assert cli.main([*arguments, "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert "expected" in said
+    assert said.count("\n") == 1
+
+
+def test_warmup_says_what_it_compiled(monkeypatch, tmp_path, capsys):
+    """One small source stands for all of them; the second time it is in the cache."""
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys.modules["fp8kit.warmup"], "variants", lambda *given: [("scales.cu", {})])
+    for said in ("1 variants compiled", "0 variants compiled in"):
+        assert cli.main(["warmup", "--preset", "tiny", "--arch", "sm_90a"]) == 0
+        assert said in capsys.readouterr().out
 
 
 @pytest.mark.gpu
-def test_bench_on_a_gpu():
-    from fp8kit.backends import dispatch
-
-    results = bench.run(dispatch.default_device())
-    wrong = [result for result in results if not result.correct]
-    assert not wrong, wrong
-    assert any("TFLOP/s" in result.unit for result in results)
+def test_bench_on_a_gpu(tmp_path, monkeypatch):
+    """Every part, in small."""
+    monkeypatch.setattr(report, "setting_for", lambda device, **given: Setting(device, SMALL, 2, 2, 1, **given))
+    file = tmp_path / "bench.json"
+    chosen = [part.name for part in parts.NATIVE if part.name != "start"]
+    assert cli.main(["bench", *chosen, "--device", "cuda", "--json", str(file), "--out", str(tmp_path)]) == 0
+    written = report.read(file)
+    assert not written.failures()
+    assert any(row["case"] == "skeleton" for row in written.rows("layer"))
+    assert len(written.about["clocks"]) == 2

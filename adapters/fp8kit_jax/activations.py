@@ -35,8 +35,8 @@ def activation(x: Any, activation_type: Sequence[str], act_params: Mapping[str, 
     parts = len(activation_type)
     if x.ndim < 2 or x.shape[-2] != parts:
         raise ShapeError(expected("activation", "x", f"shape {x.shape}", f"(..., {parts}, features) for {tuple(activation_type)}"))
-    flat = x.reshape(*x.shape[:-2], parts * x.shape[-1])
-    return apply(activation_operation, ActivationSpec(name, flat.shape[-1], numbers), {"x": flat})["y"]
+    width = parts * x.shape[-1]
+    return apply(activation_operation, ActivationSpec(name, width, numbers), {"x": x}, flat={"x": (*x.shape[:-2], width)})["y"]
 
 
 def activation_of(operation: str, activation_type: Sequence[str], params: Mapping[str, float] | None,

@@ -71,7 +71,7 @@ def dot_product_attention(
     if biased == "alibi" and alibi_slopes is None:
         alibi_slopes = jnp.asarray(slopes(heads))
     inputs = {
-        **{name: a.reshape(*a.shape[: dims - 2], -1) if count > 1 else a for name, a, count in zip(names, layers, packed, strict=True)},
+        **dict(zip(names, layers, strict=True)),
         "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "softmax_offset": softmax_offset,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
         "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
@@ -81,8 +81,9 @@ def dot_product_attention(
         total, most = (layer.shape[0], longest or None) if packed_sums else (None, layer.shape[max(qkv_format.find("s"), 0)])
         check_sums(op, inputs, f"cu_seqlens_{side}", total, most)
     inputs |= rng_inputs(dropout_key) if dropout_rate else {}
-    leading = layers[0].shape[: dims - 2]
-    return apply(attention, spec, inputs, pairs=("rng",))["o"].reshape(*leading, heads, layers[-1].shape[-1])
+    flat = {name: (*a.shape[: dims - 2], math.prod(a.shape[dims - 2 :])) for name, a, n in zip(names, layers, packed, strict=True) if n > 1}
+    shape = (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1])
+    return apply(attention, spec, inputs, pairs=("rng",), flat=flat, views={"o": shape})["o"]
 
 
 def running_sums(lengths: Any) -> Any:

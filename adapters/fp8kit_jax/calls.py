@@ -17,6 +17,7 @@ import ctypes
 import ctypes.util
 import functools
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,10 @@ from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.formats import DTYPES
 from fp8kit.spec import Meta
 
-TARGET = "fp8kit.run"
+TARGET, LAST = "fp8kit.run", "fp8kit.last"
+# whether XLA may record calls into CUDA graphs. A replay runs no Python: what it decides (plans, the algorithms that are timed) would be
+# that of the first call. ``tests/adapters/jax/graphs.py`` is the experiment that settles it.
+GRAPHS = False
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}  # XLA's name -> kind of device
 _ENVIRONMENT_BYTES = 64  # fenv_t has at most 32 bytes on the platforms that JAX serves
 
@@ -65,11 +69,10 @@ def _view(tensor: Any, platform: str) -> ArrayView:
     return ArrayView(tensor.data_ptr(), tuple(tensor.shape), DTYPES[str(tensor.dtype)], device, tensor)
 
 
-def _register(name: str, function: Callable[..., None], attributes: Sequence[str], platform: str) -> None:
+def _register(name: str, function: Callable[..., None], attributes: Sequence[str], platform: str, graphs: bool = False) -> None:
     spec = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
     receive = _on_the_host(function) if platform == "cpu" else function
-    # no CUDA graphs: a replay would run neither Python nor what it decides (plans, timed algorithms)
-    options: dict[str, Any] = {"platform": platform, "pass_owned_tensor": True, "allow_cuda_graph": False}
+    options: dict[str, Any] = {"platform": platform, "pass_owned_tensor": True, "allow_cuda_graph": graphs}
     jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(receive), arg_spec=spec, **options)
 
 
@@ -116,12 +119,17 @@ def _text(words: Any) -> str:
 
 
 class _Flight:
-    """Calls that are running now, and the end of the process: the interpreter must not end under a handler, and XLA does not say what it
-    has yet to run (a result that was dropped is nowhere)."""
+    """Calls that are running now, and the end of the process: the interpreter must not end under a handler.
+
+    XLA does not say what it has yet to run (a result that was dropped is nowhere), but it runs what one thread has launched on one device
+    in the order of its launches. So the thread that ends the process launches one more call on each device and waits for it: then
+    nothing of its own is left. What other threads launched (they have ended by then, but for daemons) is waited for by looking.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count, self._last = 0, 0.0
+        self._process = os.getpid()
         self.used = False
 
     @contextlib.contextmanager
@@ -137,10 +145,14 @@ class _Flight:
                 self._last = time.monotonic()
 
     def drain(self) -> None:
-        """Wait for the results that are still held, then until no call runs and none can follow: every other thread sleeps, or, since a
-        thread of another library may never sleep, ``_SILENCE`` seconds have passed since the last call."""
-        if not self.used:
+        """Wait for a last call on each device and for the results that are still held, then until no call runs and none can follow: every
+        other thread sleeps, or, since a thread of another library may never sleep, ``_SILENCE`` seconds have passed since the last call."""
+        if not self.used or os.getpid() != self._process:  # a forked child has none of JAX's threads
             return
+        for platform in PLATFORMS:
+            with contextlib.suppress(RuntimeError):  # no such device here
+                for device in jax.local_devices(backend=platform):
+                    jax.block_until_ready(_last(jax.device_put(np.zeros(1, np.float32), device)))
         with contextlib.suppress(RuntimeError):  # what fails here has failed for the user already
             for array in jax.live_arrays():
                 with contextlib.suppress(RuntimeError, ValueError):  # deleted meanwhile, or the result of a failed call
@@ -152,6 +164,12 @@ class _Flight:
 
 
 _SILENCE, _PAUSE, _QUIET = 2.0, 0.002, 5  # seconds, seconds, looks in a row
+
+
+@jax.jit
+def _last(x: Any) -> Any:
+    """A call that does nothing."""
+    return call(LAST, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
 def _busy() -> bool:
@@ -177,7 +195,8 @@ def serve(prepare: Callable[[str, Device], Step]) -> None:
     with _lock:
         for platform, kind in PLATFORMS.items():
             if platform not in _ready:
-                _register(TARGET, _receiver(prepare, kind), ["low", "high", "text"], platform)
+                _register(TARGET, _receiver(prepare, kind), ["low", "high", "text"], platform, GRAPHS)
+                _register(LAST, lambda *tensors: None, [], platform)
                 _ready.add(platform)
                 if len(_ready) == 1:
                     atexit.register(_flight.drain)

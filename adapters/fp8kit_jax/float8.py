@@ -78,7 +78,8 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
 
 
 def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
-    """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16)."""
+    """``decode(data) * scale_inv`` in float32, rounded to ``dtype`` (float32, bfloat16 or float16); an array of q's shape. FormatError for
+    another dtype or scaling."""
     _scaled("dequantize", "q", q)
     kind = formats.dtype(dtype, "dequantize", "dtype")
     if kind not in formats.HIGH_PRECISION:
@@ -89,10 +90,13 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
 
 
 def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumulate: bool = False) -> Any:
-    """a b^T on the tensor cores: (..., K) and (N, K) give h (..., N), accumulated in float32.
+    """a b^T on the tensor cores, accumulated in float32.
 
-    Both scaled by the tensor, both by rows, or both by blocks of 128 along K (not both 128x128). E4M3 and E5M2, not both E5M2.
-    ``fast_accumulate``: in the tensor cores' own width, not for blocks. Sizes are padded to multiples of 16 here.
+    * ``a``: ScaledTensor (..., K); ``b``: ScaledTensor (N, K). Both scaled by the tensor, both by rows, or both by blocks of 128 along K
+      (not both 128x128). E4M3 and E5M2, not both E5M2. Sizes are padded to multiples of 16 here.
+    * ``dtype``: of the result, float32, bfloat16 or float16. ``fast_accumulate``: in the tensor cores' own width, not for blocks.
+
+    Returns h (..., N); no gradient. Raises ShapeError for sizes, FormatError for formats, scalings and dtypes that do not fit.
     """
     _scaled("gemm", "a", a)
     _scaled("gemm", "b", b)

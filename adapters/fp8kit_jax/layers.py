@@ -11,20 +11,22 @@ from typing import Any
 import jax.numpy as jnp
 
 from fp8kit.arguments import flag, shown
+from fp8kit.backends.protocol import BLOCK
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
 from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
-from fp8kit_jax import manual
-from fp8kit_jax.activations import activation, activation_of
+from fp8kit.ops.quant import ALIGN, pad
+from fp8kit_jax.activations import activation_of
 from fp8kit_jax.arguments import as_array, as_number
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, scaling_of, settle
 from fp8kit_jax.rules import apply
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 Dims = tuple[Sequence[int], Sequence[int]]
+Shapes = dict[str, tuple[int, ...]]
 
 
 def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None) -> Any:
@@ -40,11 +42,11 @@ def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,)
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = settle("dense", quantizer_set)
-    outputs = shape[matrix.ndim - 1 :]
-    spec = LinearSpec(_product(weight, layout, found, bias is not None))
-    flat = None if bias is None else _flat("dense", "bias", bias, outputs)
-    inputs = {"x": matrix, "weight0": weight, "bias0": flat}
-    return apply(linear, spec, inputs, found.slots(""), scaling_of(found))["y"].reshape(shape)
+    features = shape[matrix.ndim - 1 :] or (1,)
+    product = _product(weight, layout, found, bias is not None)
+    inputs = {"x": matrix, "weight0": weight, "bias0": _shaped("dense", "bias", bias, features)}
+    flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
+    return apply(linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views)["y"].reshape(shape)
 
 
 def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None, norm_type: str = "layernorm",
@@ -57,7 +59,7 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     * ``kernel_layout``: "io", or "oi": kernel is (N, K), as PyTorch has it.
     * ``quantizer_set``: see ``dense``.
 
-    Returns y, with ``return_layernorm_output`` (y, norm(x)).
+    Returns y, h (..., N), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_dense"
     x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
@@ -66,14 +68,14 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     io = kernel_layout == "io"
     if kernel.ndim < 2:
         raise ShapeError(expected(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions"))
-    outputs = kernel.shape[1:] if io else kernel.shape[:-1]
-    weight = kernel.reshape(kernel.shape[0], -1) if io else kernel.reshape(-1, kernel.shape[-1])
-    product = _product(weight, kernel_layout, found, bias is not None)
+    features = kernel.shape[1:] if io else kernel.shape[:-1]
+    product = _product(kernel, kernel_layout, found, bias is not None)
     spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, return_norm=return_layernorm_output)
-    flat = None if bias is None else _flat(op, "bias", bias, outputs)
-    inputs = {"x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "weight0": weight, "bias0": flat}
-    out = apply(norm_linear, spec, inputs, found.slots(""), scaling_of(found))
-    y = out["y"].reshape(*x.shape[:-1], *outputs)
+    inputs = {"x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "weight0": kernel,
+              "bias0": _shaped(op, "bias", bias, features)}
+    flat, views = _flattened(product, features, (*x.shape[:-1], *features))
+    out = apply(norm_linear, spec, inputs, found.slots(""), scaling_of(found), flat=flat, views=views)
+    y = out["y"].reshape(*x.shape[:-1], *features)
     return (y, out["normed"]) if return_layernorm_output else y
 
 
@@ -87,6 +89,8 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     * ``activation_type``, ``activation_params``: see ``activation``.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
+
+    Returns y, h (..., H), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_mlp"
     x = as_array(op, "x", x)
@@ -105,23 +109,18 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     first, second = (settle(op, one) for one in quantizer_sets)
     if first.recipe != second.recipe:
         raise FormatError(expected(op, "quantizer_sets", "two recipes", "the same recipe for both"))
-    if first.recipe is not None and first.recipe.float8_current_scaling() and manual.axes():
-        # devices share the amax of what lies between the products, so that these are operations of their own
-        options = (norm_type, zero_centered_gamma, epsilon, first, return_layernorm_output, kernel_layout)
-        inner = layernorm_dense(x, k1, gamma, beta, b1, *options)
-        hidden, *normed = inner if return_layernorm_output else (inner,)
-        y = dense(activation(hidden, activation_type, activation_params), k2, b2, ((-1,), (0 if io else 1,)), second)
-        return (y, *normed) if normed else y
-    w1 = k1.reshape(k1.shape[0], -1) if io else k1.reshape(-1, k1.shape[-1])
-    fc1 = _product(w1, kernel_layout, first, b1 is not None, "fc1_")
+    fc1 = _product(k1, kernel_layout, first, b1 is not None, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2 is not None, "fc2_")
     norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
     spec = NormMLPSpec(norm, fc1, fc2, act, return_norm=return_layernorm_output, activation_params=numbers)
+    wide = (parts, fc2.in_features)
     inputs = {
-        "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": w1, "fc2_weight0": k2, "fc2_bias0": b2,
-        "fc1_bias0": None if b1 is None else _flat(op, "biases[0]", b1, (fc1.out_features,)),
+        "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": k1, "fc2_weight0": k2, "fc2_bias0": b2,
+        "fc1_bias0": _shaped(op, "biases[0]", b1, wide),
     }  # fmt: skip
-    out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first))
+    flat, views = _flattened(fc1, wide, ())
+    views = {name: shape for name, shape in views.items() if name != "y"} | {"h": (math.prod(x.shape[:-1]), *wide)}
+    out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first), flat=flat, views=views)
     return (out["y"], out["normed"]) if return_layernorm_output else out["y"]
 
 
@@ -147,21 +146,40 @@ def _layout(operation: str, layout: str) -> None:
 
 
 def _product(weight: Any, layout: str, found: QuantizerSet, bias: bool, prefix: str = "") -> ProductSpec:
-    if weight.ndim != 2:
+    """The product of a kernel (K, ...) or, in layout "oi", (..., K)."""
+    if weight.ndim < 2:
         raise ShapeError(expected("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions"))
-    k, n = weight.shape if layout == "io" else weight.shape[::-1]
-    return ProductSpec(k, (n,), layout, "add" if bias else "none", fp8_of(found), prefix=prefix)
+    k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
+    return ProductSpec(k, (math.prod(features),), layout, "add" if bias else "none", fp8_of(found), prefix=prefix)
 
 
-def _flat(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
+def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:
+    """A bias with the features' shape."""
+    if bias is None:
+        return None
     bias = as_array(operation, name, bias)
     if bias.size != math.prod(shape):
         raise ShapeError(expected(operation, name, f"shape {bias.shape}", f"shape {shape}"))
-    return bias.reshape(-1)
+    return bias.reshape(shape)
+
+
+def _flattened(product: ProductSpec, features: tuple[int, ...], y: tuple[int, ...]) -> tuple[Shapes, Shapes]:
+    """``flat`` and ``views`` of ``rules.apply`` for a product whose features have several dimensions; y goes out as ``y``."""
+    k, n, p = product.in_features, product.out_features, product.prefix
+    if len(features) == 1:
+        return {}, {}
+    flat = {f"{p}weight0": (k, n) if product.layout == "io" else (n, k), f"{p}bias0": (n,)}
+    views, fp8 = {"y": y}, product.fp8
+    squares = fp8 is not None and fp8.w.tile == (BLOCK, BLOCK)
+    if fp8 is not None and n % ALIGN == 0 and not fp8.blocks:  # what is saved of the weight, where it is not padded
+        views[f"{p}w_qt"] = (pad(k), *features)
+    elif squares and n % (4 * BLOCK) == 0 and features[-1] % BLOCK == 0:
+        views |= {f"{p}w_qt": (pad(k), *features), f"{p}w_qt_inv": (-(-k // BLOCK), *features[:-1], features[-1] // BLOCK)}
+    return flat, views
 
 
 def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any, tuple[int, ...], str]:
-    """x (..., K), kernel (K, N) or (N, K), the shape of the product, and the kernel's layout."""
+    """x (..., K), kernel (K, ...) or (N, K), the shape of the product, and the kernel's layout."""
     try:
         xs, ks = ([range(array.ndim)[d] for d in own] for array, own in zip((x, kernel), dims, strict=True))
     except (IndexError, TypeError, ValueError):
@@ -176,4 +194,4 @@ def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any
     matrix = jnp.transpose(x, (*rows, *xs)).reshape(*leading, size)
     if kernel.ndim == 2 and ks == [1]:
         return matrix, kernel, (*leading, *trailing), "oi"
-    return matrix, jnp.transpose(kernel, (*ks, *columns)).reshape(size, -1), (*leading, *trailing), "io"
+    return matrix, jnp.transpose(kernel, (*ks, *columns)).reshape(size, *(trailing or (1,))), (*leading, *trailing), "io"

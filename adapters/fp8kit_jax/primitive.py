@@ -1,10 +1,12 @@
 """The JAX primitive behind every operation: its shapes, its lowering to the custom call, its batching.
 
-``run(program, arrays)`` binds it. Its results are the program's; the scratch is a further result of the custom call alone, sized when the
-program is lowered, for the platform it is lowered to, and XLA takes the memory back at once.
+``bind(*arrays, program=...)`` binds it. Its results are the program's; the scratch is a further result of the custom call alone, sized when
+the program is lowered, for the platform it is lowered to, and XLA takes the memory back at once.
 
-vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing is kept for
-backward), the batch becomes further rows of one call. Everywhere else the elements run one after the other.
+vmap is exact. Where each row of the batch is computed by itself (nothing shares a scale, nothing is summed over rows, nothing but numbers
+of rows is kept for backward), the batch becomes further rows of one call: the same codes, scales and terms, and, without a matrix
+product, the same bits. The matrix library may sum a longer matrix in another order: ``fk.deterministic(True)``, whose promise is the
+bits, runs products one element after the other too. Everywhere else the elements run so always.
 """
 
 from __future__ import annotations
@@ -33,15 +35,11 @@ call_p.multiple_results = part_p.multiple_results = True
 DEVICES = {"cpu": CPU, "cuda": Device("cuda")}
 
 
-def run(program: Program, arrays: Sequence[Any]) -> dict[str, Any]:
-    """The program on arrays in the order of its ``arguments``; its results by name. Traceable, not differentiable."""
-    results = bind(*arrays, program=program)
-    return {name: result for (name, _), result in zip(program.results, results, strict=True)}
-
-
 def bind(*arrays: Any, program: Program) -> list[Any]:
-    """The primitive for a program. Where XLA may have several devices to itself, it holds the program's form that can be split: JAX must
-    see it when it traces."""
+    """The program on arrays in the order of its ``arguments``; its results in theirs. Traceable, not differentiable.
+
+    Where XLA may have several devices to itself, the primitive holds the program's form that can be split: JAX must see it when it traces.
+    """
     alone = not _several() or jax.sharding.get_abstract_mesh().manual_axes
     return call_p.bind(*arrays, program=program, split=None if alone else _split(program, jax.sharding.get_abstract_mesh()))
 
@@ -59,7 +57,7 @@ def _several() -> bool:
 @functools.lru_cache(maxsize=1024)
 def _split(program: Program, mesh: Any) -> Any:
     """The split form of a program as a jaxpr, traced where ``mesh`` is in force."""
-    shapes = [jax.ShapeDtypeStruct(*wire(meta)) for _, meta in program.arguments]
+    shapes = [jax.ShapeDtypeStruct(*wire(meta, shape)) for meta, shape in _both(program, "arguments")]
     return jax.make_jaxpr(sharding.partitioned(program, part_p.bind))(*shapes)
 
 
@@ -71,30 +69,36 @@ def meta_of(array: Any) -> Meta:
     return Meta(tuple(array.shape), formats.dtype(np.dtype(array.dtype)))
 
 
-def wire(meta: Meta) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array as JAX holds it: int64 as pairs of uint32, low word first, since JAX has 64 bits only on request."""
+def wire(meta: Meta, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array as JAX holds it: int64 as pairs of uint32, low word first, since JAX has 64 bits only on request.
+    ``shape``: the array's own, where the meta's is a flattened one."""
     if meta.dtype is formats.int64 and not jax.config.jax_enable_x64:
-        return (*meta.shape[:-1], 2 * meta.shape[-1]), np.dtype(np.uint32)
-    return meta.shape, meta.dtype.numpy
+        return (*shape[:-1], 2 * shape[-1]), np.dtype(np.uint32)
+    return shape, meta.dtype.numpy
 
 
-def _like(aval: Any, meta: Meta) -> Any:
+def _both(program: Program, kind: str) -> list[tuple[Meta, tuple[int, ...]]]:
+    """The metas of "arguments" or "results", each with its shape in JAX."""
+    return [(meta, shape) for (_, meta), (_, shape) in zip(getattr(program, kind), program.seen(kind), strict=True)]
+
+
+def _like(aval: Any, meta: Meta, shape: tuple[int, ...]) -> Any:
     """An abstract array of ``meta`` on the same mesh and varying over the same manual axes as ``aval``."""
-    shape, dtype = wire(meta)
+    shape, dtype = wire(meta, shape)
     sharding = jax.sharding.NamedSharding(aval.sharding.mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 @call_p.def_abstract_eval
 def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
-    for (name, meta), aval in zip(program.arguments, avals, strict=True):
-        shape, dtype = wire(meta)
+    for (name, _), (meta, seen), aval in zip(program.arguments, _both(program, "arguments"), avals, strict=True):
+        shape, dtype = wire(meta, seen)
         if tuple(aval.shape) != shape:
             raise ShapeError(expected(program.operation, name, f"shape {tuple(aval.shape)}", f"shape {shape}"))
         if aval.dtype != dtype:
             raise FormatError(expected(program.operation, name, aval.dtype.name, dtype.name))
     widest = max(avals, key=lambda aval: len(manual.varying(aval)))  # what is the same on all devices joins what is not
-    return [_like(widest, meta) for _, meta in program.results]
+    return [_like(widest, meta, shape) for meta, shape in _both(program, "results")]
 
 
 part_p.def_abstract_eval(_abstract)
@@ -146,12 +150,14 @@ for _platform in DEVICES:
 
 def _rows_apart(program: Program) -> bool:
     """Whether every row of x gives its row of the results by itself."""
-    if program.face != "forward" or program.signature.saved:
+    if program.face != "forward" or (program.signature.saved and program.operation != "norm"):  # a norm keeps one number a row
         return False
     spec = program.spec
     if program.operation not in ("linear", "norm", "norm_linear", "norm_mlp", "activation"):
         return False
     products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
+    if products and program.policy.deterministic:
+        return False
     return all(product.fp8 is None or (product.fp8.blocks and product.fp8.x.tile[0] == 1) for product in products)
 
 
@@ -161,8 +167,11 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Progra
     if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == ["x"] and _rows_apart(program):
         size = moved[names.index("x")].shape[0]
         metas = tuple((name, meta._replace(shape=(size, *meta.shape)) if name == "x" else meta) for name, meta in program.metas)
-        wide = replace(program, metas=metas)
-        return bind(*moved, program=wide), [0] * len(wide.results)
+        given = dict(program.metas)
+        views = tuple((name, shape if name in given and name != "x" else (size, *shape)) for name, shape in program.views)
+        wide = replace(program, metas=metas, views=views)
+        results = zip(bind(*moved, program=wide), program.seen("results"), strict=True)
+        return [result.reshape(size, *shape) for result, (_, shape) in results], [0] * len(wide.results)
 
     def one(parts: list[Any]) -> list[Any]:
         given = iter(parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.dispatch import SelectionPolicy
-from fp8kit.backends.policy import policy_context
+from fp8kit.backends.policy import policy_context, policy_from_text
 from fp8kit.errors import BackendError, FormatError, expected
 from fp8kit.formats import FORMATS, Format
 from fp8kit.spec import Meta, Operation, Plan, Signature
@@ -50,7 +50,10 @@ class Program:
     * ``face``: "forward" (outputs, then saved), "backward" (grads) or "measure" (amax outputs) of ``operation`` with ``spec``.
     * ``metas``: the operation's inputs as (name, Meta). ``needs``: inputs whose gradient is wanted.
     * ``late``: further inputs of backward, float32 (1,): the gradients' scales or amaxes. ``cotangents``: outputs whose cotangent comes.
-    * ``policy``: which implementations are chosen, as it was when the program was traced.
+    * ``policy``: which implementations are chosen, as it was when the program was traced. ``plugins``: what there was to choose from
+      beside fp8kit's own then: a program is traced and prepared anew when that changes.
+    * ``views``: shapes that arrays have in JAX where the operation has them flattened (a kernel (K, 3, N) as (K, 3 N)), by name. The memory
+      is the same, and so is the text: only what splits over devices looks at it.
     """
 
     face: str
@@ -61,6 +64,8 @@ class Program:
     late: tuple[str, ...] = ()
     cotangents: tuple[str, ...] = ()
     policy: SelectionPolicy = SelectionPolicy()  # noqa: RUF009  (a frozen value)
+    plugins: str = field(default_factory=dispatch.plugins_fingerprint)
+    views: tuple[tuple[str, arrays.Shape], ...] = ()
 
     @cached_property
     def op(self) -> Operation:
@@ -93,6 +98,11 @@ class Program:
             return tuple((name, meta) for name, meta in s.outputs.items() if meta.zero)
         return (*s.outputs.items(), *s.saved.items())
 
+    def seen(self, kind: str) -> list[tuple[str, arrays.Shape]]:
+        """Names and shapes of "arguments" or "results" as JAX has them, int64 as the operation has it."""
+        views = dict(self.views)
+        return [(name, views.get(name, meta.shape)) for name, meta in getattr(self, kind)]
+
     def plan(self, device: Device) -> Plan:
         """The plan on a device."""
         with policy_context(self.policy):
@@ -106,7 +116,7 @@ class Program:
 
     def text(self, scratch: Named) -> str:
         """The program as text, with the temporaries that it was compiled with."""
-        whole = {"form": FORM, "program": _encode(self), "scratch": _encode(scratch)}
+        whole = {"form": FORM, "program": _encode(dataclasses.replace(self, views=())), "scratch": _encode(scratch)}
         return json.dumps(whole, separators=(",", ":"), sort_keys=True)
 
 
@@ -116,6 +126,8 @@ _SPECS["Program"] = Program
 def _encode(value: Any) -> Any:
     if isinstance(value, Format) and FORMATS.get(value.name) == value:
         return {"format": value.name}
+    if isinstance(value, SelectionPolicy):
+        return {"policy": policy_from_text(value.text).text}  # where it has overrides, it is kept from now on
     if isinstance(value, Meta):
         return {"meta": [list(value.shape), value.dtype.name, value.zero]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -139,6 +151,8 @@ def _decode(value: Any) -> Any:
         return value
     if "is" in value:
         return _SPECS[value["is"]](**{name: _decode(part) for name, part in value.items() if name != "is"})
+    if "policy" in value:
+        return policy_from_text(value["policy"])
     if "format" in value:
         return FORMATS[value["format"]]
     if "meta" in value:

@@ -21,10 +21,9 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.errors import AutogradError, FormatError, expected
 from fp8kit.formats import int64
 from fp8kit.spec import Meta, Operation
-from fp8kit_jax import manual, primitive
+from fp8kit_jax import manual, primitive, shared
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.program import Program
-from fp8kit_jax.rules_amax import amax_of, scaled_now, with_amaxes
 from fp8kit_jax.state import Scaling, State, next_state
 
 Arrays = dict[str, Any]
@@ -39,6 +38,8 @@ class _Static:
     pairs: tuple[str, ...]  # inputs that come as pairs of words
     scaling: Scaling | None  # delayed scaling's rule, None where there is no state
     axes: tuple[str, ...]  # manual mesh axes over which amaxes are reduced
+    views: tuple[tuple[str, tuple[int, ...]], ...] = ()  # shapes in JAX of what the operation has flattened
+    flat: tuple[tuple[str, tuple[int, ...]], ...] = ()  # and the operation's shapes of those that are inputs
 
 
 class _Kept(NamedTuple):
@@ -57,30 +58,36 @@ class _How:
 
 
 def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: State | None = None, scaling: Scaling | None = None,
-          pairs: tuple[str, ...] = ()) -> Arrays:
+          pairs: tuple[str, ...] = (), flat: Mapping[str, tuple[int, ...]] | None = None,
+          views: Mapping[str, tuple[int, ...]] | None = None) -> Arrays:
     """Run an operation; its outputs by name, amaxes left out.
 
     * ``inputs``: JAX arrays by name, None or left out where absent. Integers and states are not differentiated.
     * ``state``: slots by prefix and operand (``{"x": Slot, "w": Slot, "g": Slot}``, prefixed in operations of several products), with
       ``scaling``, the rule that updates them.
     * ``pairs``: inputs that are int64 to the operation and come as uint32 pairs (``rng``).
+    * ``flat``: the operation's own shapes of inputs that come with more dimensions (a kernel (K, 3, N) as (K, 3 N)); ``views``: the shapes
+      that outputs and saved arrays have in JAX, where not the operation's. So devices can split what the operation has flattened.
 
     Raises what ``infer`` raises, when it is traced.
     """
     given = {name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None}
     axes = manual.axes()
     given, state = manual.alike((given, state or {}))
-    static = _Static(operation.name, spec, pairs, scaling, axes)
+    own = {name: shape for name, shape in (flat or {}).items() if name in given and given[name].shape != shape}
+    seen = {name: given[name].shape for name in own} | dict(views or {})
+    static = _Static(operation.name, spec, pairs, scaling, axes, tuple(seen.items()), tuple(own.items()))
     return _run(static, given, state)
 
 
 def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta], ...]:
-    out = []
+    out, flat = [], dict(static.flat)
     for name, value in inputs.items():
         try:
             meta = primitive.meta_of(value)
         except FormatError:
             raise FormatError(expected(static.operation, name, value.dtype, "a dtype of fp8kit")) from None
+        meta = meta._replace(shape=flat.get(name, meta.shape))
         if name in static.pairs and meta.dtype.name == "uint32":
             meta = Meta((*meta.shape[:-1], meta.shape[-1] // 2), int64)
         out.append((name, meta))
@@ -90,15 +97,16 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
 def _forward(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays, Arrays]:
     """The forward program, its inputs, and its results, passes included."""
     scales = {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
-    given, spec = inputs | scales, static.spec
-    if static.axes and scaled_now(spec):
-        measure = Program("measure", static.operation, spec, _metas(static, given), (), policy=get_policy())
-        amaxes = primitive.run(measure, list(given.values()))
-        given |= {f"{name}_in": jax.lax.pmax(amax, static.axes) for name, amax in amaxes.items()}
-        spec = with_amaxes(spec)
-    program = Program("forward", static.operation, spec, _metas(static, given), needs, policy=get_policy())
-    results = primitive.run(program, list(given.values()))
+    given = inputs | scales
+    program = Program("forward", static.operation, static.spec, _metas(static, given), needs, policy=get_policy(), views=static.views)
+    results = _bound(program, list(given.values()), static)
     return program, given, results | {name: given[source] for name, source in program.signature.passes.items()}
+
+
+def _bound(program: Program, arrays: list[Any], static: _Static) -> Arrays:
+    """The program's results by name; its amaxes those of all devices."""
+    found = shared.run(program, arrays, static.axes, primitive.bind)
+    return {name: result for (name, _), result in zip(program.results, found, strict=True)}
 
 
 def _outputs(program: Program, results: Arrays) -> Arrays:
@@ -137,12 +145,10 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
     found: Arrays = {}
     if s.grads:
         late = {f"{key}_scale": slot.scale for key, slot in state.items() if key.endswith("g")}
-        if static.axes and scaled_now(static.spec) and "g_amax" in s.grads:
-            late["g_amax_in"] = jax.lax.pmax(amax_of(g["y"]), static.axes)
         given = {name: value for name, value in g.items() if value is not None}
         backward = replace(program, face="backward", late=tuple(late), cotangents=tuple(given))
         groups = ((s.kept, arrays["kept"]), (late, late), (s.saved, arrays["saved"]), (given, given))  # a pytree forgets its order
-        found = primitive.run(backward, [group[name] for names, group in groups for name in names if name in group])
+        found = _bound(backward, [group[name] for names, group in groups for name in names if name in group], static)
     grads: Arrays = {}
     for name in program.needs:
         grads[name] = g[s.grad_passes[name]] if name in s.grad_passes else found[name]

@@ -1,12 +1,12 @@
 """How a program splits over a mesh under ``jax.jit`` with shardings: custom_partitioning, so that XLA gathers nothing.
 
-Two dimensions may be split: *rows*, the first dimension of x (or of q, k and v: the batch), and *columns*, a matrix product's output
-features. Which dimension of every other array goes along is not written down anywhere: the operation's own ``infer`` is asked for the
-program of one device, and what has become smaller is split. What has not, is the same on all devices, or, in backward, a sum over them;
-amaxes are maxima over them, taken before the cast where scales are current.
+``cuts`` says along what a program may be cut, and what one device computes then (its ``local`` program). Which dimension of every array
+goes along is not written down anywhere: the operation's own ``infer`` is asked for the program of one device, and what has become smaller
+is cut. What has not, is the same on all devices, or a sum over them (``Cut.sums``); amaxes are maxima over them, taken before the
+cast where scales are current (``shared``).
 
-A program that cannot be split, because rows of different devices meet in it or because a device's part would be padded, runs whole on
-every device.
+A program that cannot be cut as its arguments are, because rows of different devices meet in it or because a device's part would be padded,
+runs whole on every device along that mesh axis.
 """
 
 from __future__ import annotations
@@ -14,91 +14,57 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8kit.errors import Fp8kitError
-from fp8kit.formats import float32
-from fp8kit.spec import Meta
-from fp8kit_jax.program import Named, Program
-from fp8kit_jax.rules_amax import amax_of, scaled_now, with_amaxes
+from fp8kit.arrays import Shape
+from fp8kit_jax import manual, shared, spread
+from fp8kit_jax.cuts import RUNNING, Cut, cuts, local
+from fp8kit_jax.program import Program
 
-ROWS = {"linear": ("x",), "norm": ("x",), "norm_linear": ("x",), "norm_mlp": ("x",), "activation": ("x",),
-        "attention": ("q", "k", "v", "kv", "qkv")}
-COLUMNS = ("linear", "norm_linear")
 Bind = Callable[..., Any]
-Cuts = list[int | None]  # for each array, which dimension is cut, None for none
+Dims = list[int | None]  # for each array, which dimension is cut, None for none
+_FACTORS = (2, 3, 5, 7)  # numbers of parts by which a cut's dimensions are found
 
 
-class Split(NamedTuple):
-    """Into how many parts rows and columns are cut."""
+class Chosen(NamedTuple):
+    """A cut that is made: over which mesh axes, and which dimension of every argument and result it cuts."""
 
-    rows: int = 1
-    columns: int = 1
+    cut: Cut
+    axes: tuple[str, ...]
+    arguments: Dims
+    results: Dims
 
 
-def part(program: Program, split: Split) -> Program | None:
-    """The program of one device, None where the program does not split so."""
-    spec, metas = program.spec, dict(program.metas)
-    products = [getattr(spec, name) for name in ("product", "fc1", "fc2") if hasattr(spec, name)]
-    fp8 = next((product.fp8 for product in products if product.fp8 is not None), None)
-    grain = 1 if fp8 is None else 128 if fp8.blocks else 16  # a part must need no padding
-    if split.rows > 1:
-        names = [name for name in ROWS.get(program.operation, ()) if name in metas]
-        extents = [metas[name].shape for name in names]
-        if not extents or any(len(shape) < 2 or shape[0] % split.rows for shape in extents):
-            return None
-        if any(math.prod(shape[:-1]) // split.rows % grain for shape in extents):
-            return None
-        if fp8 is not None and (fp8.blocks and (fp8.x.tile[0] > 1 or fp8.g.tile[0] > 1)):
-            return None
-        if scaled_now(spec, products) and program.operation == "norm_mlp":
-            return None
-        if program.operation == "attention" and (spec.qkv_format != "bshd" or len(metas) > len(names)):
-            return None
-        for name in names:
-            shape = metas[name].shape
-            metas[name] = metas[name]._replace(shape=(shape[0] // split.rows, *shape[1:]))
-    if split.columns > 1:
-        if program.operation not in COLUMNS or len(spec.product.segments) != 1 or (fp8 is not None and fp8.blocks):
-            return None
-        n = spec.product.out_features
-        if n % (split.columns * grain):
-            return None
-        for name, at in (("weight0", 1 if spec.product.layout == "io" else 0), ("bias0", 0)):
-            if name in metas:
-                shape = list(metas[name].shape)
-                shape[at] //= split.columns
-                metas[name] = metas[name]._replace(shape=tuple(shape))
-        spec = replace(spec, product=replace(spec.product, segments=(n // split.columns,)))
-    found = replace(program, spec=spec, metas=tuple(metas.items()))
-    try:
-        _ = found.signature
-    except Fp8kitError:
+def dims_of(program: Program, cut: Cut, count: int) -> tuple[Dims, Dims] | None:
+    """Which dimension of each argument and of each result a cut into ``count`` parts cuts; None where the program has no such parts."""
+    part = local(program, ((cut, count),))
+    if part is None:
         return None
-    return found
+
+    def one(name: str, whole: Shape, own: Shape) -> int | None:
+        changed = [d for d, (m, n) in enumerate(zip(whole, own, strict=True)) if m != n]
+        if name in RUNNING or not changed:
+            return None
+        if len(changed) > 1 or whole[changed[0]] != count * own[changed[0]]:
+            raise ValueError(name)
+        return changed[0]
+
+    try:
+        return tuple(  # type: ignore[return-value]
+            [one(name, a, b) for (name, a), (_, b) in zip(program.seen(kind), part.seen(kind), strict=True)]
+            for kind in ("arguments", "results"))
+    except ValueError:
+        return None
 
 
-def axes_of(program: Program, local: Program | None, count: int) -> tuple[Cuts, Cuts]:
-    """Which dimension of each argument and of each result is cut into ``count`` parts, None where none is."""
-
-    def cut(whole: Named, parts: Named) -> Cuts:
-        found: Cuts = []
-        for (_, a), (_, b) in zip(whole, parts, strict=True):
-            changed = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
-            assert len(changed) < 2
-            assert all(a.shape[d] == count * b.shape[d] for d in changed)
-            found.append(changed[0] if changed else None)
-        return found
-
-    if local is None:
-        return [None] * len(program.arguments), [None] * len(program.results)
-    return cut(program.arguments, local.arguments), cut(program.results, local.results)
+def _found(program: Program, cut: Cut) -> tuple[Dims, Dims] | None:
+    return next((dims for count in _FACTORS if (dims := dims_of(program, cut, count)) is not None), None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,107 +76,103 @@ def partitioned(program: Program, bind: Bind) -> Any:
 
 
 def _rule(program: Program) -> SdyShardingRule:
-    """Along which dimensions shardings go from array to array: factor "r" for rows, "c" for columns, each other dimension its own. Where
-    rows are flattened, "r" is the major part of a compound."""
-    arrays = [*program.arguments, *program.results]
+    """Along which dimensions shardings go from array to array: a factor for each cut, each other dimension its own. Where what is cut is
+    flattened together with other dimensions, the factor is the major part of a compound."""
+    arrays = [*program.seen("arguments"), *program.seen("results")]
     along: dict[tuple[int, int], str] = {}  # (array, dimension) -> factor
     base: dict[str, int] = {}  # factor -> its size
-    for factor, split in (("r", Split(rows=2)), ("c", Split(columns=2))):
-        cuts = [d for group in axes_of(program, part(program, split), 2) for d in group]
-        along |= {(i, d): factor for i, d in enumerate(cuts) if d is not None}
-        extents = [arrays[i][1].shape[d] for i, d in enumerate(cuts) if d is not None]
-        base |= {factor: min(extents)} if extents else {}
+    for number, cut in enumerate(cuts(program)):
+        found = _found(program, cut)
+        if found is None:
+            continue
+        dims = {(i, d): f"c{number}" for i, d in enumerate([*found[0], *found[1]]) if d is not None and (i, d) not in along}
+        along |= dims
+        extents = [arrays[i][1][d] for i, d in dims]
+        base |= {f"c{number}": math.gcd(*extents)} if extents else {}
     sizes: dict[str, int] = {}
     mapped: list[tuple[Any, ...]] = []
-    for i, (_, meta) in enumerate(arrays):
-        dims: list[Any] = []
-        for d, n in enumerate(meta.shape):
+    for i, (_, shape) in enumerate(arrays):
+        dims_here: list[Any] = []
+        for d, n in enumerate(shape):
             own, factor = f"a{i}d{d}", along.get((i, d))
-            if factor is not None and n == base[factor]:
-                dims.append(factor)
-            elif factor is not None and n % base[factor] == 0:
-                sizes |= {factor: base[factor], own: n // base[factor]}
-                dims.append(CompoundFactor(factor, own))
+            if factor is None or base[factor] == 1:
+                dims_here.append(own)
+            elif n == base[factor]:
+                dims_here.append(factor)
             else:
-                dims.append(own)
-        mapped.append(tuple(dims))
-    whole = {factor for dims in mapped for factor in dims if isinstance(factor, str)}  # the sizes of these are known
+                sizes |= {factor: base[factor], own: n // base[factor]}
+                dims_here.append(CompoundFactor(factor, own))
+        mapped.append(tuple(dims_here))
+    whole = {factor for dims_here in mapped for factor in dims_here if isinstance(factor, str)}  # the sizes of these are known
     count = len(program.arguments)
     return SdyShardingRule(tuple(mapped[:count]), tuple(mapped[count:]), **{f: n for f, n in sizes.items() if f not in whole})
 
 
+def _choose(program: Program, mesh: Any, arg_shapes: Sequence[Any]) -> list[Chosen]:
+    """The cuts that XLA suggests by the arguments' shardings, as many as can be made together, one after the other."""
+    chosen: list[Chosen] = []
+    counts: tuple[tuple[Cut, int], ...] = ()
+    taken: set[str] = set()
+    for cut in cuts(program):
+        found = _found(program, cut)
+        axes: tuple[str, ...] = ()
+        for shape, d in zip(arg_shapes, found[0] if found is not None else (), strict=False):
+            spec = shape.sharding.spec
+            if d is not None and d < len(spec) and spec[d] and not axes:
+                named = (spec[d],) if isinstance(spec[d], str) else tuple(spec[d])
+                axes = tuple(axis for axis in named if axis not in taken)
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        dims = dims_of(program, cut, count) if count > 1 else None
+        if dims is None or local(program, (*counts, (cut, count))) is None:
+            continue
+        if any(a is not None and a == b for other in chosen for mine, own in zip(dims, other[2:], strict=True)
+               for a, b in zip(mine, own, strict=True)):
+            continue  # two cuts of one dimension
+        chosen.append(Chosen(cut, axes, *dims))
+        counts, taken = (*counts, (cut, count)), taken | set(axes)
+    return chosen
+
+
 def _partition(program: Program, bind: Bind, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
-    row_axes, column_axes = _asked(program, arg_shapes)
+    chosen = _choose(program, mesh, arg_shapes)
+    part = local(program, tuple((one.cut, math.prod(mesh.shape[axis] for axis in one.axes)) for one in chosen))
+    assert part is not None
 
-    def size(axes: tuple[str, ...]) -> int:
-        return math.prod(mesh.shape[axis] for axis in axes)
-
-    split = Split(size(row_axes), size(column_axes))
-    if part(program, split) is None:  # one of the two alone may do
-        for rows, columns in ((row_axes, ()), ((), column_axes), ((), ())):
-            split = Split(size(rows), size(columns))
-            if part(program, split) is not None:
-                row_axes, column_axes = rows, columns
-                break
-    local = part(program, split)
-    assert local is not None
-    by_rows = axes_of(program, part(program, Split(rows=split.rows)), split.rows) if split.rows > 1 else None
-    by_columns = axes_of(program, part(program, Split(columns=split.columns)), split.columns) if split.columns > 1 else None
-
-    def shardings(which: int, named: Named) -> tuple[NamedSharding, ...]:
+    def shardings(kind: str) -> tuple[NamedSharding, ...]:
         found = []
-        for i, (_, meta) in enumerate(named):
-            dims: list[Any] = [None] * len(meta.shape)
-            for cut, axes in ((by_rows, row_axes), (by_columns, column_axes)):
-                if cut is not None and cut[which][i] is not None:
-                    dims[cut[which][i]] = axes
+        for i, (_, shape) in enumerate(program.seen(kind)):
+            dims: list[Any] = [None] * len(shape)
+            for one in chosen:
+                d = getattr(one, kind)[i]
+                if d is not None:
+                    dims[d] = one.axes
             found.append(NamedSharding(mesh, P(*dims)))
         return tuple(found)
 
-    used = [(cut[1], axes) for cut, axes in ((by_rows, row_axes), (by_columns, column_axes)) if cut is not None]
-
     def lower(*arrays: Any) -> tuple[Any, ...]:
-        return _run_part(local, bind, arrays, used)
+        return _run_part(part, bind, arrays, chosen)
 
-    return mesh, lower, shardings(1, program.results), shardings(0, program.arguments)
-
-
-def _asked(program: Program, arg_shapes: Sequence[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes that XLA suggests for rows and for columns: those of the arguments' cut dimensions, one after the other."""
-    found = []
-    for split in (Split(rows=2), Split(columns=2)):
-        cut, _ = axes_of(program, part(program, split), 2)
-        axes: tuple[str, ...] = ()
-        for shape, d in zip(arg_shapes, cut, strict=True):
-            spec = shape.sharding.spec
-            if d is not None and d < len(spec) and spec[d] and not axes:
-                axes = (spec[d],) if isinstance(spec[d], str) else tuple(spec[d])
-        found.append(axes)
-    rows, columns = found
-    return rows, tuple(axis for axis in columns if axis not in rows)
+    return mesh, lower, shardings("results"), shardings("arguments")
 
 
-def _run_part(local: Program, bind: Bind, arrays: Sequence[Any], used: Sequence[tuple[Cuts, tuple[str, ...]]]) -> tuple[Any, ...]:
+def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence[Chosen]) -> tuple[Any, ...]:
     """One device's program, and what its results need of the other devices."""
-    everywhere = tuple(axis for _, axes in used for axis in axes)
     given = list(arrays)
-    program = local
-    if everywhere and scaled_now(local.spec):
-        known = tuple((f"{name}_amax_in", Meta((1,), float32)) for name in "xw")
-        program = replace(local, spec=with_amaxes(local.spec), metas=(*local.metas, *known))
-        if local.face == "forward":
-            measure = replace(local, face="measure")
-            given += [jax.lax.pmax(amax, everywhere) for amax in bind(*arrays, program=measure)]
-        elif "g_amax" in local.signature.grads:
-            cotangent = arrays[len(arrays) - len(local.cotangents) + local.cotangents.index("y")]
-            at = len(arrays) - len(local.cotangents) - len(local.signature.saved)
-            given.insert(at, jax.lax.pmax(amax_of(cotangent), everywhere))
-            program = replace(program, late=(*local.late, "g_amax_in"))
-    results = list(bind(*given, program=program))
-    for i, (_, meta) in enumerate(local.results):
-        for cut, axes in used:
-            if cut[i] is None and meta.zero:
-                results[i] = jax.lax.pmax(results[i], axes)
-            elif cut[i] is None and local.face == "backward":
-                results[i] = jax.lax.psum(results[i], axes)
+    for one in chosen:
+        for i, (name, meta) in enumerate(part.arguments):
+            if name in one.cut.once and part.face == "forward":  # summed with y: added on one device only
+                given[i] = jnp.where(manual.first(one.axes), given[i], jnp.zeros_like(given[i]))
+            elif name in RUNNING and given[i].shape != meta.shape:
+                start = jax.lax.axis_index(one.axes) * (meta.shape[0] - 1)
+                window = jax.lax.dynamic_slice_in_dim(given[i], start, meta.shape[0])
+                given[i] = window - window[0]
+    everywhere = tuple(axis for one in chosen for axis in one.axes)
+    special = spread.special(part) if chosen else None
+    results = list(special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind))
+    for i, (name, meta) in enumerate(part.results):
+        for one in chosen:
+            if one.results[i] is None and meta.zero:
+                results[i] = jax.lax.pmax(results[i], one.axes)
+            elif one.results[i] is None and one.cut.sums(part.face, name) and not special:
+                results[i] = jax.lax.psum(results[i], one.axes)
     return tuple(results)

@@ -53,17 +53,29 @@ def l2norm(x: Any, epsilon: float = 1e-6) -> Any:
 def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     """softmax(scale_factor * logits) over the last dimension, in float32, rounded to logits' dtype; XLA's own fused code.
 
-    ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked out whole is 0.
+    * ``logits``: h (..., N), float32, bfloat16 or float16. ``scale_factor``: a number.
+    * ``mask``: bool or uint8, broadcast against logits, True (not 0) masks out, or None. A row that is masked out whole is 0.
+
+    Returns h (..., N). Raises FormatError for logits that are no floating-point numbers, ShapeError for a mask that does not broadcast.
+    Source: Transformer Engine's ``softmax`` in JAX, its kinds told apart by ``mask``.
     """
     logits = as_array("softmax", "logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise FormatError(expected("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16"))
-    keep = None if mask is None else as_array("softmax", "mask", mask) == 0
+    mask = None if mask is None else as_array("softmax", "mask", mask)
+    if mask is not None and not _broadcasts(mask.shape, logits.shape):
+        raise ShapeError(expected("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}"))
+    keep = None if mask is None else mask == 0
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
     if keep is None:
         return jax.nn.softmax(scores, -1).astype(logits.dtype)
     seen = keep.any(-1, keepdims=True)
     return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(logits.dtype)
+
+
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of ``shape`` stands for one of ``whole``."""
+    return len(shape) <= len(whole) and all(n in (1, m) for n, m in zip(shape[::-1], whole[::-1], strict=False))
 
 
 def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0, reduction: str = "mean", ignore_index: int = -100) -> Any:
@@ -72,6 +84,8 @@ def fused_cross_entropy(logits: Any, targets: Any, label_smoothing: float = 0.0,
     * ``logits``: h (..., V); ``targets``: int32 (...,), ``ignore_index`` counts nothing; one out of range is an error on
       the CPU (ArgumentError, or JAX's own of a compiled program) and gives NaN on a GPU. ``label_smoothing`` in [0, 1).
     * ``reduction``: "mean" over the targets that are not ignored, float32 (), or "none", float32 like targets.
+
+    Raises ShapeError or FormatError when it is traced.
     """
     logits = as_array("fused_cross_entropy", "logits", logits)
     if logits.ndim < 1:
@@ -97,10 +111,9 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
     heads, dim = x.shape[-2:]
     spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, flag("rope", "interleaved", interleaved))
     check_sums("rope", {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, "cu_seqlens", x.shape[0])
-    flat = x.reshape(*x.shape[:-2], heads * dim)
-    inputs = {"x": flat, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
+    inputs = {"x": x, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
               "cu_seqlens_padded": cu_seqlens_padded}
-    return apply(rope_operation, spec, inputs)["y"].reshape(x.shape)
+    return apply(rope_operation, spec, inputs)["y"]
 
 
 def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:
@@ -113,6 +126,13 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
     angles = np.arange(positions, dtype=np.float64)[:, None] * inverse
     whole = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
     return jnp.asarray(whole.astype(np.float32))
+
+
+def changed(x: Any, norm: Any, turn: Any, norm_first: bool) -> Any:
+    """Queries or keys after their norm and their rotary embedding, functions of one array or None, in this or the other order."""
+    for step in (norm, turn) if norm_first else (turn, norm):
+        x = x if step is None else step(x)
+    return x
 
 
 def rng_words(key: Any) -> Any:

@@ -1,5 +1,7 @@
 """The PyTorch door of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and ``torch.compile``."""
 
+from typing import Any
+
 from fp8kit import recipe
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit_torch import optimizers
@@ -36,10 +38,11 @@ from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.padding import Fp8Padding, Fp8Unpadding
-from fp8kit_torch.quantized import QuantizedTensor, fp8_model_init, quantized_model_init
+from fp8kit_torch.quantized import Float8Tensor, QuantizedTensor, fp8_model_init, quantized_model_init
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rng import CudaRNGStatesTracker
-from fp8kit_torch.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from fp8kit_torch.te_later import get_cpu_offload_context, later, mark_not_offload, onnx_export
 from fp8kit_torch.te_names import as_transformer_engine
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
@@ -50,6 +53,7 @@ __all__ = [
     "DotProductAttention",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8Tensor",
     "Format",
     "Fp8Padding",
     "Fp8Unpadding",
@@ -66,6 +70,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerEngineBaseModule",
     "TransformerLayer",
+    "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
     "as_transformer_engine",
     "as_view",
@@ -79,6 +84,7 @@ __all__ = [
     "empty_like_metas",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cpu_offload_context",
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
@@ -88,15 +94,22 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
+    "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "onnx_export",
     "optimizers",
     "parallel_cross_entropy",
     "quantized_model_init",
     "recipe",
     "revert",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names of Transformer Engine that there is nothing for: what says so when it is used."""
+    return later(__name__, name)

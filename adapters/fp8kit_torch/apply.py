@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.backends.policy import get_policy
+from fp8kit.errors import FormatError, expected
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.ops import OPS, record_
-from fp8kit_torch.plans import Call, Ready, Views, call
+from fp8kit_torch.plans import Call, Ready, Views, call, policy_now
 from fp8kit_torch.state import ScalingState, finish_backward
 from fp8kit_torch.texts import decode
+from fp8kit_torch.views import dtype_of
 
 
 class Wiring(NamedTuple):
@@ -35,24 +36,34 @@ NO_STATE = Wiring({})
 
 
 class Fused(NamedTuple):
-    """Parameters, by the name of their input, whose gradient goes into ``main_grad``: added, or, with ``overwrite``, put there."""
+    """Parameters, by the name of their input, whose gradient the operation itself puts into ``main_grad``: adds, or, with ``overwrite``,
+    writes there. ``dtype``: of those buffers."""
 
     parameters: Mapping[str, Tensor]
     overwrite: bool
+    dtype: torch.dtype
 
-    def take(self, name: str, grad: Tensor) -> Tensor | None:
-        """Move a gradient to ``main_grad``. What autograd gets instead: nothing, or, where the parameter has the flag
-        ``grad_added_to_main_grad``, which is set, a gradient that says nothing, so that hooks on the parameter run."""
+    def into(self, needs: Sequence[str]) -> dict[str, Tensor]:
+        """The buffers of the wanted gradients by name. FormatError where one is not what it was in forward."""
+        found = {}
+        for name in needs:
+            if name in self.parameters:
+                parameter: Any = self.parameters[name]
+                main = parameter.main_grad
+                if main.dtype is not self.dtype or main.shape != parameter.shape or not main.is_contiguous():
+                    got = f"{main.dtype} {tuple(main.shape)} at backward"
+                    raise FormatError(expected("main_grad", name, got, f"contiguous {self.dtype} {tuple(parameter.shape)}, as at forward"))
+                found[name] = main
+        return found
+
+    def stand_in(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """What autograd gets instead of the gradient: nothing, or, where the parameter has the flag ``grad_added_to_main_grad``, which is
+        set, a gradient that says nothing, so that hooks on the parameter run."""
         parameter: Any = self.parameters[name]
-        main = parameter.main_grad
-        if self.overwrite:
-            main.copy_(grad)
-        else:
-            main.add_(grad)
         if not hasattr(parameter, "grad_added_to_main_grad"):
             return None
         parameter.grad_added_to_main_grad = True
-        return grad.new_zeros(()).expand(grad.shape)
+        return torch.zeros((), dtype=dtype, device=parameter.device).expand(shape)
 
 
 class _Short(torch.autograd.Function):
@@ -74,16 +85,19 @@ class _Short(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
         kept, block = (saved[:-1], saved[-1]) if ready.saved.parts else (saved, None)
-        made, _ = ready.backward(kept, block, grads, wiring.late, wiring.back)
-        if wiring.ticket is not None and ready.back:
+        if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
             finish_backward(*wiring.ticket)
+        into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
+        # a layer with ``fp8_grad`` gives its input's gradient in FP8
+        plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
+        made, _ = ready.backward(kept, block, plain, wiring.late, wiring.back, into)
         found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
         for i, grad in zip(ready.wanted, made, strict=True):
             found[3 + i] = grad
-        if ctx.fused is not None:
-            for i, name in zip(ready.wanted, ready.needs, strict=True):
-                if name in ctx.fused.parameters:
-                    found[3 + i] = ctx.fused.take(name, found[3 + i])
+        for i, name in zip(ready.wanted, ready.needs, strict=True) if into else ():
+            if name in into:
+                _, shape, kind = ready.inputs[i]
+                found[3 + i] = ctx.fused.stand_in(name, shape, dtype_of(kind))
         return tuple(found)
 
 
@@ -114,7 +128,7 @@ class Traced(NamedTuple):
 
 @torch.compiler.assume_constant_result
 def _described(
-    name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: tuple[str | None, bool]
+    name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: str
 ) -> tuple[str, tuple[str, ...]]:
     """Text of a call whose spec is given as a text, and names of its outputs."""
     found = call(name, decode(spec), names, gemms, scaled, policy)
@@ -126,8 +140,7 @@ def trace(
     gemm: int | None = None, outputs: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
-    policy = get_policy()
-    text, known = _described(name, spec, names, gemms, state is not None, (policy.backend, policy.deterministic))
+    text, known = _described(name, spec, names, gemms, state is not None, policy_now().text)
     outputs = outputs or known
     needs = ""
     if torch.is_grad_enabled():

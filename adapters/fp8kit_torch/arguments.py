@@ -1,6 +1,5 @@
-"""Arguments of Transformer Engine's classes that have one supported value: accepted with that value, else NotImplementedError by name.
-
-One table a constructor, and one a ``forward`` that takes more than its own arguments; values are Transformer Engine's defaults.
+"""Arguments that modules check, and those of Transformer Engine's classes that have one supported value: accepted with that value, else
+NotImplementedError by name.
 """
 
 from __future__ import annotations
@@ -8,37 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8kit.errors import Fp8kitError, expected
+import torch
+from torch import Tensor
 
-_GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
-_OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
-_WEIGHT = _GROUP | _OVERLAP | {"ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None, "parallel_mode": None}
-_PARALLEL = _GROUP | {"set_parallel_mode": False}
-
-CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "Linear": _WEIGHT | {"rng_tracker_name": None, "save_original_input": False},
-    "LayerNorm": {"sequence_parallel": None, "dtype": None},
-    "RMSNorm": {"sequence_parallel": None, "dtype": None},
-    "LayerNormLinear": _WEIGHT | {"return_layernorm_output_gathered": False},
-    "LayerNormMLP": _GROUP | _OVERLAP | {
-        "return_layernorm_output_gathered": False, "ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None,
-    },
-    "DotProductAttention": _GROUP | {
-        "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None, "cp_comm_type": "p2p",
-    },
-    "MultiheadAttention": _PARALLEL | _OVERLAP,
-    "TransformerLayer": _PARALLEL | {
-        "ub_tp_comm_overlap": False, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": True,
-        "ub_bulk_wgrad": True,
-    },
-}  # fmt: skip
-
-FORWARD: dict[str, dict[str, Any]] = {
-    "DotProductAttention": {
-        "fp8_output": False, "bf16_backward": False, "num_splits": 1, "score_mod": None, "score_mod_bprop": None,
-        "score_mod_tensors": None, "score_mod_bprop_tensors": None,
-    },
-}  # fmt: skip
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
+from fp8kit.layers import CONSTRUCTOR, FORWARD
+from fp8kit_torch.plans import argument_of
+from fp8kit_torch.views import kind_of
 
 
 def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -60,4 +35,42 @@ def positive(operation: str, **sizes: Any) -> None:
     """Fp8kitError for sizes that are not positive integers."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Fp8kitError(expected(operation, name, repr(value), "an int of at least 1"))
+            raise ArgumentError(expected(operation, name, repr(value), "an int of at least 1"))
+
+
+def not_compiled(what: str) -> NotImplementedError:
+    """The error for what cannot be a part of a compiled function."""
+    return NotImplementedError(f"fp8kit_torch: {what} is not supported within torch.compile")
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
+
+
+def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
+    """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
+    x = tensors["x"]
+    device, dtype = x.device, x.dtype
+    for name, tensor in tensors.items():
+        argument = argument_of(operation, name, tuple(tensors))
+        if tensor.device != device:
+            raise BackendError(expected(operation, argument, f"device {tensor.device}", f"device {device}, as inp"))
+        if tensor.dtype is not dtype:
+            raise FormatError(expected(operation, argument, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as inp"))
+
+
+def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
+    """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``. Fp8kitError kinds otherwise."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(expected(operation, argument, type(value).__name__, "a torch.Tensor"))
+    if value.ndim < 1 or value.shape[-1] != features:
+        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
+    if qkv_format is not None and value.ndim != len(qkv_format) - 1:
+        wanted = f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"
+        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", wanted))
+    return value
+
+
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "not_compiled", "only", "positive", "refuse", "want_alike", "want_input"]

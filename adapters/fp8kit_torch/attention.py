@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, turned_segments
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
 from fp8kit_torch.dot_product_attention import DotProductAttention, check_values, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
-from fp8kit_torch.module import Init, want_input
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
+from fp8kit_torch.parameters import Init
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rope import angles
 from fp8kit_torch.specs import spec_for
-
-# what forward hands to the core attention as it is, beside its own arguments
-CORE_OPTIONS = (
-    "core_attention_bias_type", "core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "fast_zero_fill", "pad_between_seqs",
-)  # fmt: skip
-_PARTS = {"qkv_layer": "qkv", "query_layer": "q", "kv_layer": "kv", "key_layer": "k", "value_layer": "v"}
-_LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}
-QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -69,7 +61,7 @@ class MultiheadAttention(torch.nn.Module):
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         positive(op, **{n: v for n, v in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)) if v is not None})
         if kv_channels is None and hidden_size % num_attention_heads:
-            raise Fp8kitError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels given"))
+            raise ArgumentError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels given"))
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         core = DotProductAttention(
             num_attention_heads, channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, window_size,
@@ -81,7 +73,7 @@ class MultiheadAttention(torch.nn.Module):
         self.attention_type, self.rotary_pos_interleaved = attention_type, bool(rotary_pos_interleaved)
         self.qk_norm_before_rope = bool(qk_norm_before_rope)
         if self.return_layernorm_output and not self.input_layernorm:
-            raise Fp8kitError(expected(op, "return_layernorm_output", True, "input_layernorm=True beside it"))
+            raise ArgumentError(expected(op, "return_layernorm_output", True, "input_layernorm=True beside it"))
         self.q_norm, self.k_norm = _qk_norms(op, qk_norm_type, channels, qk_norm_eps, params_dtype, device)
         self._interleaved = bool(fuse_qkv_params and qkv_weight_interleaved)  # weights kept apart are always joined as q, k, v
         # The core attention takes a packed projection as it is, but for groups of unlike parts; norms want rows of one head.
@@ -154,7 +146,7 @@ class MultiheadAttention(torch.nn.Module):
         op, cross, first = "MultiheadAttention", self.attention_type == "cross", getattr(self, self._first)
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "a tensor") if cross else ("a tensor", "None")
-            raise Fp8kitError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
+            raise ArgumentError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
         self.core_attention.check_options(options)
         form = self.core_attention.qkv_format
         source = None if self.key_value is None else want_input(op, "encoder_output", encoder_output, self.key_value.in_features, form)
@@ -188,7 +180,7 @@ class MultiheadAttention(torch.nn.Module):
             if name == "query_layer" and self.q_norm is None:
                 found[name] = layer
                 continue
-            parts = tuple([(_LAYERS[part], heads[part]) for part in _PARTS[name]])
+            parts = tuple([(LAYERS[part], heads[part]) for part in PARTS[name]])
             repeated = self._interleaved and name != "query_layer"
             found |= run("split_heads", spec_for("SplitHeadsSpec", parts, core.kv_channels, groups if repeated else 1), {"x": layer})
         return found
@@ -204,15 +196,14 @@ class MultiheadAttention(torch.nn.Module):
         op, core = "MultiheadAttention", self.core_attention
         pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple | list) else (rotary_pos_emb, rotary_pos_emb)
         if len(pair) != 2:
-            raise Fp8kitError(expected(op, "rotary_pos_emb", f"{len(pair)} tensors", "one, or a pair for queries and keys"))
+            raise ArgumentError(expected(op, "rotary_pos_emb", f"{len(pair)} tensors", "one, or a pair for queries and keys"))
         heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        turn = {"q": (heads, dim, "freqs"), "k": (groups, dim, "freqs" if pair[0] is pair[1] else "k_freqs"), "v": (groups, dim, "")}
         found, inference_params = dict(layers), options.get("inference_params")
         for name, layer in layers.items():
-            parts = _PARTS[name]
+            parts = PARTS[name]
             if parts == "v":
                 continue
-            segments = tuple([turn[part] for part in parts])
+            segments = turned_segments(parts, heads, groups, dim, pair[0] is pair[1])
             inputs: dict[str, Tensor | None] = {"x": layer}
             for part, freqs in zip("qk", pair, strict=True):
                 if part in parts:
@@ -220,7 +211,7 @@ class MultiheadAttention(torch.nn.Module):
                     if inference_params is not None and turns.shape[0] < inference_params.max_seqlen_kv:
                         wanted = f"at least the {inference_params.max_seqlen_kv} of the longest sequence in the cache"
                         raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
-                    inputs[turn[part][2]] = turns
+                    inputs["freqs" if part == "q" or pair[0] is pair[1] else "k_freqs"] = turns
             if core.qkv_format == "thd":
                 side = "q" if "q" in parts or inference_params is not None else "kv"
                 lengths, starts = options.get(f"cu_seqlens_{side}"), options.get(f"cu_seqlens_{side}_padded")
@@ -236,13 +227,6 @@ class MultiheadAttention(torch.nn.Module):
             spec = spec_for("RopeSpec", segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
             found[name] = run("rope", spec, inputs)["y"]
         return found
-
-
-def known_options(operation: str, given: Iterable[str]) -> None:
-    """TypeError for a name that is not in ``CORE_OPTIONS``."""
-    for name in given:
-        if name not in CORE_OPTIONS:
-            raise TypeError(f"{operation}: unexpected argument {name!r}")
 
 
 def sequence_starts(operation: str, options: Mapping[str, Any], side: str) -> Tensor | None:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.arrays import ArrayView
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.apply import run
-from fp8kit_torch.calibration import amax_of
+from fp8kit_torch.calibration import Amaxes, amax_of
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.texts import encode
 
@@ -68,9 +67,8 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
     def weight_inputs(self) -> dict[str, Tensor]:
         return {"weight0": self.weight}
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        amax_of(inputs["x"], amaxes[0])
-        amax_of(inputs["weight0"], amaxes[1])
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
+        return [(0, amax_of(inputs["x"])), (1, amax_of(inputs["weight0"]))]
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (..., in_features) of the weight's dtype."""
@@ -120,7 +118,7 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     be replaced.
     """
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
-        raise Fp8kitError(expected("convert", "model", type(model).__name__, "a model that contains layers: a layer cannot replace itself"))
+        raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: a layer cannot replace itself"))
     swapped: dict[nn.Module, nn.Module] = {}
     for parent, name, child, path in list(_children(model)):
         if filter_fn is not None and not filter_fn(child, path):

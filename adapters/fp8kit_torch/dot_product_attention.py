@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from fp8kit.arguments import integer
-from fp8kit.backends.policy import get_policy
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.kv_steps import cached_mask
+from fp8kit.layers import alibi_slopes, layout_of
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
-from fp8kit.ops.kv_steps import cached_mask
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
+from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, not_compiled, positive, refuse
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
-from fp8kit_torch.module import ParameterModule
+from fp8kit_torch.parameters import ParameterModule
+from fp8kit_torch.plans import policy_now
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import as_view, kind_of
@@ -33,20 +34,13 @@ _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so
 def one_of(operation: str, argument: str, value: str, allowed: tuple[str, ...]) -> str:
     """``value``, which must be one of ``allowed``; Fp8kitError otherwise."""
     if value not in allowed:
-        raise Fp8kitError(expected(operation, argument, repr(value), f"one of {', '.join(allowed)}"))
+        raise ArgumentError(expected(operation, argument, repr(value), f"one of {', '.join(allowed)}"))
     return value
-
-
-def slopes_of(heads: int) -> list[float]:
-    """ALiBi's slopes (Press et al. 2022, section 3): 2^(-8 i / n) for the largest power of two n up to the number of heads, and every
-    second one of 2n heads' for the rest."""
-    n = 1 << (heads.bit_length() - 1)
-    return [2.0 ** (-8 * i / n) for i in range(1, n + 1)] + [2.0 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
 
 
 @lru_cache(maxsize=64)
 def _kept_slopes(heads: int, device: torch.device) -> Tensor:
-    return torch.tensor(slopes_of(heads), dtype=torch.float32, device=device)
+    return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
 
 
 class DotProductAttention(ParameterModule):
@@ -80,11 +74,11 @@ class DotProductAttention(ParameterModule):
         positive(op, num_attention_heads=num_attention_heads, kv_channels=channels, num_gqa_groups=groups)
         positive(op, kv_channels=channels_v)
         if num_attention_heads % groups:
-            raise Fp8kitError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
+            raise ArgumentError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
         if softmax_scale is not None and not softmax_scale > 0:
-            raise Fp8kitError(expected(op, "softmax_scale", softmax_scale, "a positive number or None"))
+            raise ArgumentError(expected(op, "softmax_scale", softmax_scale, "a positive number or None"))
         if not 0 <= attention_dropout < 1:
-            raise Fp8kitError(expected(op, "attention_dropout", attention_dropout, "a probability in [0, 1)"))
+            raise ArgumentError(expected(op, "attention_dropout", attention_dropout, "a probability in [0, 1)"))
         self.num_attention_heads, self.kv_channels, self.num_gqa_groups = num_attention_heads, kv_channels, groups
         self.attention_dropout, self.softmax_scale = float(attention_dropout), float(softmax_scale or 0.0)
         self.qkv_format = one_of(op, "qkv_format", qkv_format, FORMATS)
@@ -145,7 +139,7 @@ class DotProductAttention(ParameterModule):
         bias = one_of(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         if qkv_interleave_dim not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
-            raise Fp8kitError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
+            raise ArgumentError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
         if qkv_interleave_dim == -2 and layout == "qkv":
             layout = "qkv_interleaved"
         device = next(iter(inputs.values())).device
@@ -159,7 +153,7 @@ class DotProductAttention(ParameterModule):
             elif mask == "arbitrary":
                 beside["mask"] = attention_mask
             else:
-                raise Fp8kitError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
+                raise ArgumentError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
         for name, value in beside.items():
             if value is not None:
                 inputs[name] = value.detach().to(device)
@@ -170,7 +164,7 @@ class DotProductAttention(ParameterModule):
         if self.softmax_type == "learnable":
             inputs["softmax_offset"] = self.softmax_offset
         if pad_between_seqs is not None and pad_between_seqs != (cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None):
-            raise Fp8kitError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
+            raise ArgumentError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
         longest, operation = (0, 0), "attention"
         channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
         corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
@@ -192,7 +186,7 @@ class DotProductAttention(ParameterModule):
             inputs["rng"] = next_rng(device)
         window = self.window_size if window_size is None else _window(op, window_size)
         spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
-                        get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
+                        policy_now().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
         o = run(operation, spec, inputs)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
@@ -210,26 +204,26 @@ class DotProductAttention(ParameterModule):
         if options.get("attention_mask") is not None and mask != "arbitrary":
             counts = "padding" in mask and options.get("cu_seqlens_q") is None
             if not counts:
-                raise Fp8kitError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
+                raise ArgumentError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
 
     def _check_cached(self, mask: str, bias: str, inputs: dict[str, Tensor]) -> str:
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
         op, why = "DotProductAttention", "with inference_params, whose step says the lengths"
         if torch.compiler.is_compiling():
-            raise NotImplementedError("fp8kit_torch: inference_params is not supported within torch.compile")
+            raise not_compiled("inference_params")
         if self.attention_type == "cross":
-            raise Fp8kitError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
+            raise ArgumentError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
         if bias not in ("no_bias", "alibi"):
-            raise Fp8kitError(expected(op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"))
+            raise ArgumentError(expected(op, "core_attention_bias_type", repr(bias), "'no_bias' or 'alibi', with inference_params"))
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv_padded"):
             if name in inputs:
-                raise Fp8kitError(expected(op, name, "a tensor", f"None {why}"))
+                raise ArgumentError(expected(op, name, "a tensor", f"None {why}"))
         return cached_mask(op, mask)
 
 
 def _slopes(heads: int, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():
-        return torch.tensor(slopes_of(heads), dtype=torch.float32, device=device)
+        return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
     return _kept_slopes(heads, device)
 
 
@@ -239,24 +233,15 @@ def _window(operation: str, window_size: Any) -> tuple[int, int]:
         return (-1, -1)
     window = tuple(window_size) if isinstance(window_size, tuple | list) else ()
     if len(window) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < -1 for n in window):
-        raise Fp8kitError(expected(operation, "window_size", repr(window_size), "(left, right), each -1 (unbounded) or more, or None"))
+        raise ArgumentError(expected(operation, "window_size", repr(window_size), "(left, right), each -1 (unbounded) or more, or None"))
     return window[0], window[1]
 
 
 def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any) -> tuple[str, dict[str, Tensor]]:
     """The layout's name and its inputs. Fp8kitError for a mixture of forms."""
     given = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv, "qkv_layer": qkv}
-    there = tuple([name for name, layer in given.items() if layer is not None])
-    forms = {
-        ("query_layer", "key_layer", "value_layer"): ("separate", ("q", "k", "v")),
-        ("query_layer", "kv_layer"): ("q_kv", ("q", "kv")),
-        ("qkv_layer",): ("qkv", ("qkv",)),
-    }
-    if there not in forms:
-        wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
-        raise Fp8kitError(expected(operation, "layers", " and ".join(there) or None, wanted))
-    layout, names = forms[there]
-    return layout, {name: given[argument] for name, argument in zip(names, there, strict=True)}
+    layout, inputs = layout_of(operation, given)
+    return layout, {name: given[argument] for name, argument in inputs.items()}
 
 
 def _lengths(form: str, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
@@ -309,9 +294,9 @@ def _longest(operation: str, side: str, given: int | None, inputs: dict[str, Ten
         return given
     lengths = inputs.get(f"cu_seqlens_{side}")
     if lengths is None:
-        raise Fp8kitError(expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"))
+        raise ArgumentError(expected(operation, f"cu_seqlens_{side}", None, "int32 (batch + 1,), with qkv_format 'thd'"))
     if torch.compiler.is_compiling():
-        raise Fp8kitError(expected(operation, f"max_seqlen_{side}", None, "an int, within torch.compile"))
+        raise ArgumentError(expected(operation, f"max_seqlen_{side}", None, "an int, within torch.compile"))
     if lengths.ndim != 1 or not lengths.numel() or lengths.is_meta:
         return _STEP  # refused with the shapes
     sums = lengths.cpu().numpy()

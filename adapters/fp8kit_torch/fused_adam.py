@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.fused_optimizer import Entry, Fused
 from fp8kit_torch.quantized import QuantizedTensor
@@ -57,7 +57,7 @@ class FusedAdam(Fused):
     ) -> None:
         name = "FusedAdam"
         if amsgrad:
-            raise Fp8kitError(expected(name, "amsgrad", amsgrad, "False: the variant is not supported"))
+            raise ArgumentError(expected(name, "amsgrad", amsgrad, "False: the variant is not supported"))
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
         for key, choice in (("exp_avg", stored.PACKED), ("exp_avg_sq", stored.PACKED), ("master_param", (torch.float32, torch.float16))):
             if self.dtypes[key] not in choice:
@@ -67,9 +67,9 @@ class FusedAdam(Fused):
         limits = (("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf), *(("betas", beta, 1) for beta in betas))
         for key, value, below in limits:
             if not 0 <= value < below:
-                raise Fp8kitError(expected(name, key, value, f"in [0, {below})"))
+                raise ArgumentError(expected(name, key, value, f"in [0, {below})"))
         if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:
-            raise Fp8kitError(expected(name, "lr", lr, "a finite number >= 0"))
+            raise ArgumentError(expected(name, "lr", lr, "a finite number >= 0"))
         self.adam_w_mode, self.capturable, self.master_weights = bool(adam_w_mode), bool(capturable), bool(master_weights)
         self.use_decoupled_grad = bool(use_decoupled_grad)
         self.grad_name = "decoupled_grad" if use_decoupled_grad else "grad"
@@ -86,7 +86,7 @@ class FusedAdam(Fused):
         if self.capturable and group["params"]:
             devices = {param.device for param in group["params"]}
             if len(devices) != 1:
-                raise Fp8kitError(expected("FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one, with capturable"))
+                raise ArgumentError(expected("FusedAdam", "param_groups", f"a group on {len(devices)} devices", "one, with capturable"))
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=devices.pop()).reshape(1).clone()
 
     # --- states -------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class FusedAdam(Fused):
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the constructor's."""
         if store_param_remainders and not self.store_param_remainders:
-            raise Fp8kitError(expected("FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"))
+            raise ArgumentError(expected("FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"))
         for name in self._names(param):
             if self._remainder(param, name):
                 self.state[param][name] = torch.zeros_like(param, dtype=torch.int16)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +46,7 @@ class Fused(torch.optim.Optimizer):
         if self.set_grad_none is not None:
             if set_to_none not in (None, self.set_grad_none):
                 wanted = f"{self.set_grad_none}, as set_grad_none"
-                raise Fp8kitError(expected(f"{type(self).__name__}.zero_grad", "set_to_none", set_to_none, wanted))
+                raise ArgumentError(expected(f"{type(self).__name__}.zero_grad", "set_to_none", set_to_none, wanted))
             set_to_none = self.set_grad_none
         for group in self.param_groups:
             for param in group["params"]:

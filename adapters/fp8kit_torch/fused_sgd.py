@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.fused_optimizer import Entry, Fused
 from fp8kit_torch.quantized import QuantizedTensor
@@ -42,11 +42,11 @@ class FusedSGD(Fused):
     ) -> None:
         for key, value in (("lr", lr), ("momentum", momentum), ("dampening", dampening), ("weight_decay", weight_decay)):
             if value is None or not 0 <= value < math.inf:
-                raise Fp8kitError(expected("FusedSGD", key, value, "a finite number >= 0"))
+                raise ArgumentError(expected("FusedSGD", key, value, "a finite number >= 0"))
         if nesterov and (momentum == 0 or dampening != 0):
-            raise Fp8kitError(expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening"))
+            raise ArgumentError(expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening"))
         if not materialize_master_grads:
-            raise Fp8kitError(expected("FusedSGD", "materialize_master_grads", materialize_master_grads, "True"))
+            raise ArgumentError(expected("FusedSGD", "materialize_master_grads", materialize_master_grads, "True"))
         self.wd_after_momentum = bool(wd_after_momentum)
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": bool(nesterov)}
         super().__init__(params, defaults, set_grad_none)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.autocast import current, touch_forward
-from fp8kit.errors import BackendError, Fp8kitError, RecipeError, expected
+from fp8kit.errors import ArgumentError, BackendError, RecipeError, expected
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit_torch.arguments import only
 from fp8kit_torch.autocast import autocast
@@ -54,7 +54,7 @@ def make_graphed_callables(
     samples = sample_args if isinstance(modules, tuple) else (sample_args,)
     for module in given:
         if not isinstance(module, nn.Module):
-            raise Fp8kitError(expected(op, "modules", type(module).__name__, "torch.nn.Modules"))
+            raise ArgumentError(expected(op, "modules", type(module).__name__, "torch.nn.Modules"))
     if not torch.cuda.is_available():
         raise BackendError(expected(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs"))
     on = _either(op, "enabled", enabled, fp8_enabled) or False

@@ -10,22 +10,27 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import arguments, recompute
-from fp8kit_torch.apply import NO_STATE, Wiring, apply
-from fp8kit_torch.calibration import amax_of
-from fp8kit_torch.module import Init, TransformerEngineBaseModule, autocast_dtype, normal_init, want_input
+from fp8kit_torch.apply import NO_STATE, Fused, Wiring, apply, trace
+from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_input
+from fp8kit_torch.autocast import recipe_parts
+from fp8kit_torch.calibration import Amaxes, amax_of, row_of
+from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.ops import record_
+from fp8kit_torch.parameters import Init, normal_init
 from fp8kit_torch.plans import Call, call
-from fp8kit_torch.specs import layer_spec
+from fp8kit_torch.quantized import QuantizedTensor
+from fp8kit_torch.specs import layer_spec, layer_text
 from fp8kit_torch.texts import encode
-from fp8kit_torch.views import as_view
+from fp8kit_torch.views import kind_of
 
 _CONSTRUCTOR = arguments.CONSTRUCTOR["Linear"] | {
-    "fuse_wgrad_accumulation": False, "single_grouped_weight": False, "single_grouped_bias": False, "use_grouped_tensor": None,
+    "single_grouped_weight": False, "single_grouped_bias": False, "use_grouped_tensor": None,
 }
 _FORWARD = {"out": None, "dgrad_out": None}
 
@@ -37,38 +42,44 @@ class GroupedLinear(TransformerEngineBaseModule):
     * ``init_method``: fills a weight in place; None is normal(0, 0.023). Biases start at 0. ``bias``: whether there are any.
     * ``return_bias``: return (y without bias, the list of biases) instead.
     * ``params_dtype``: float32, bfloat16 or float16; None is torch's default. ``device``: None is the default device.
+    * ``fuse_wgrad_accumulation``: the weights' gradients go into their ``main_grad``.
     * ``name``: kept, for the user. ``other``: Transformer Engine's further arguments, at their defaults; NotImplementedError otherwise.
 
     Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,). Under ``autocast`` the three GEMMs of each group run in FP8,
-    each with scales of its own; a group without rows runs none, and its scales do not age. ``torch.compile`` does not trace into it.
+    each with scales of its own; a group without rows runs none, and its scales do not age. Within ``torch.compile`` the numbers of rows are
+    a part of the compiled code.
     """
 
     operation = "linear"
 
     def __init__(
         self, num_gemms: int, in_features: int, out_features: int, *, init_method: Init | None = None, bias: bool = True,
-        return_bias: bool = False, params_dtype: torch.dtype | None = None, device: Any = None, name: str | None = None, **other: Any,
+        return_bias: bool = False, params_dtype: torch.dtype | None = None, device: Any = None, fuse_wgrad_accumulation: bool = False,
+        name: str | None = None, **other: Any,
     ) -> None:
         arguments.positive("GroupedLinear", num_gemms=num_gemms, in_features=in_features, out_features=out_features)
         arguments.refuse("GroupedLinear", _CONSTRUCTOR, other)
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
-        self.gemms = tuple(f"{i}_" for i in range(num_gemms))
+        self.gemms, self.fuse_wgrad_accumulation = tuple(f"{i}_" for i in range(num_gemms)), bool(fuse_wgrad_accumulation)
         for i in range(num_gemms):
             self.add_parameter(f"weight{i}", (out_features, in_features), init_method or normal_init, params_dtype, device)
         for i in range(num_gemms if bias else 0):
             self.add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, params_dtype, device)
         self.set_spec(LinearSpec(ProductSpec(in_features, (out_features,))))
+        # compiled groups are told apart by their names, because each reads and records the state of all
+        own = [LinearSpec(ProductSpec(in_features, (out_features,), prefix=prefix)) for prefix in self.gemms]
+        self._spec_texts = [encode(spec) for spec in own]
 
     def weight_inputs(self) -> dict[str, Tensor]:
         return {f"weight{i}": getattr(self, f"weight{i}") for i in range(self.num_gemms)}
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        amax_of(inputs["x"], amaxes[0])
-        amax_of(inputs["weight0"], amaxes[1])
+    def calibrate_group(self, i: int, x: Tensor, weight: Tensor) -> Tensor:
+        """The amaxes of one group's input and weight among all slots, float32."""
+        amaxes: Amaxes = [(FORWARD_SLOTS * i, amax_of(x)), (FORWARD_SLOTS * i + 1, amax_of(weight))]
+        return row_of(amaxes, FORWARD_SLOTS * self.num_gemms)
 
-    @torch.compiler.disable
     def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **other: Any) -> Any:
         """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other. ``is_first_microbatch``: None casts
         the weights at each call; True casts and keeps them, False takes them.
@@ -82,52 +93,93 @@ class GroupedLinear(TransformerEngineBaseModule):
             wanted = f"{self.num_gemms} numbers of rows that sum to {rows.shape[0]}"
             raise ShapeError(expected("GroupedLinear", "m_splits", splits, wanted))
         if is_first_microbatch not in (None, True, False):
-            raise Fp8kitError(expected("GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
+            raise ArgumentError(expected("GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
         y = torch.cat([self._group(i, part, is_first_microbatch) for i, part in enumerate(rows.split(splits))])
         y = y.reshape(*x.shape[:-1], self.out_features)
         return (y, [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None) if self.return_bias else y
 
     def _group(self, i: int, x: Tensor, first: bool | None) -> Tensor:
-        weight = getattr(self, f"weight{i}")
+        weight = self._opened_group(i)
         bias = getattr(self, f"bias{i}") if self.use_bias and not self.return_bias else None
+        compiled, state = torch.compiler.is_compiling(), current()
+        fused = None
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            if compiled:
+                raise not_compiled("fuse_wgrad_accumulation")
+            fused = self._fused_group(i, first, x)
         if x.shape[0] == 0:
-            return torch.nn.functional.linear(x, weight, bias)  # nothing, with gradients of zero
+            return _Nothing.apply(x, weight, bias, fused) if fused is not None else torch.nn.functional.linear(x, weight, bias)
         tensors = {"x": x, "weight0": weight} | ({} if bias is None else {"bias0": bias})
         dtype = autocast_dtype(x)
         if dtype is not None:
             tensors = {name: t.to(dtype) for name, t in tensors.items()}
-        mode, state = "none" if bias is None else "add", current()
-        if state is None or not (state.enabled or state.calibrating):
-            return apply(self._call_of(None, False, mode, tensors, False), list(tensors.values()))["y"]
-        return self._fp8_group(i, tensors, mode, state, first)
+        mode = "none" if bias is None else "add"
+        off = state is None or not (state.enabled or state.calibrating)
+        if compiled:
+            return self._trace_group(i, tensors, mode, None if off else state, first)
+        if off:
+            return apply(self._call_of(None, False, mode, tensors, False, fused), list(tensors.values()), fused=fused)["y"]
+        return self._fp8_group(i, tensors, mode, state, first, fused)  # type: ignore[arg-type]
 
-    def _fp8_group(self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState, first: bool | None) -> Tensor:
+    def _opened_group(self, i: int) -> Tensor:
+        """A group's weight: held in FP8 where it is, and FP8 is on."""
+        if self._held is None:
+            return getattr(self, f"weight{i}")
+        return self._opened({f"weight{i}": getattr(self, f"weight{i}")})[0][f"weight{i}"]
+
+    def _fused_group(self, i: int, first: bool | None, x: Tensor) -> Fused | None:
+        whole = self._fused(first, {"x": x if autocast_dtype(x) is None else x.to(autocast_dtype(x))})
+        found = whole.parameters.get(f"weight{i}")
+        return None if found is None else whole._replace(parameters={"weight0": found})
+
+    def _trace_group(self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState | None, first: bool | None) -> Tensor:
+        """``_group`` in a way that ``torch.compile`` can follow."""
+        text, prefix = self._spec_texts[i], self.gemms[i]
+        named = {name if name == "x" else f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+        if state is None:
+            return trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))["y"]
+        parts, traced = recipe_parts(state.recipe), self._traced(state)
+        if not state.enabled:
+            y = trace("linear", layer_text(text, (), False, bias, ()), tuple(named), list(named.values()))["y"]
+            if traced is not None and traced.record:
+                with torch.no_grad():
+                    row = self.calibrate_group(i, tensors["x"], tensors["weight0"])
+                    record_(traced.forward.amax_history, row, traced.forward.handle, traced.recipe, traced.when)
+            return y
+        if first is not None:
+            raise not_compiled("is_first_microbatch of GroupedLinear")
+        return trace("linear", layer_text(text, parts, False, bias, ()), tuple(named), list(named.values()), self.gemms, traced)["y"]
+
+    def _fp8_group(self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState, first: bool | None, fused: Fused | None
+                   ) -> Tensor:
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
         wiring = _of(i, self.wiring(recipe, training, record, kept)) if delayed else NO_STATE
-        cached = None
-        if first is not None and state.enabled:
+        cached, held = None, tensors["weight0"]
+        if isinstance(held, QuantizedTensor):
+            cached = held.inputs("GroupedLinear", "", self._fp8_of(recipe))
+        elif first is not None and state.enabled:
             cached = self._cached_group(i, self._fp8_of(recipe), first, tensors, wiring) if kept is None else kept.weights
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)
         if not state.enabled:
-            y = apply(self._call_of(None, False, bias, tensors, False), list(tensors.values()))["y"]
+            y = apply(self._call_of(None, False, bias, tensors, False, fused), list(tensors.values()), fused=fused)["y"]
             if delayed and record and kept is None:
-                row = self.fp8_meta["scaling_fwd"].amax_history[0]
                 with torch.no_grad():
-                    self.calibrate(tensors, {}, [as_view(row[slot : slot + 1]) for slot in (FORWARD_SLOTS * i, FORWARD_SLOTS * i + 1)])
+                    self._note(self.calibrate_group(i, tensors["x"], tensors["weight0"]))
             return y
         tensors = tensors | (cached or {})
-        made = self._call_of(self._fp8_of(recipe), cached is not None, bias, tensors, delayed)
-        return apply(made, list(tensors.values()), wiring)["y"]
+        made = self._call_of(self._fp8_of(recipe), cached is not None, bias, tensors, delayed, fused)
+        return apply(made, list(tensors.values()), wiring, fused)["y"]
 
-    def _call_of(self, fp8: Fp8 | None, cached: bool, bias: str, tensors: dict[str, Tensor], scaled: bool) -> Call:
+    def _call_of(self, fp8: Fp8 | None, cached: bool, bias: str, tensors: dict[str, Tensor], scaled: bool, fused: Fused | None) -> Call:
         """The call of one group's product, the same for all groups."""
-        key = (id(fp8), cached, bias, *tensors)
+        key = (id(fp8), cached, bias, None if fused is None else (fused.dtype, fused.overwrite), *tensors)
         found = self._calls.get(key)
         if found is None:
-            spec = layer_spec(self._spec, fp8, cached, bias, ())
+            more = () if fused is None else (("main_grad", kind_of(fused.dtype).name), ("overwrite_grad", fused.overwrite))
+            spec = layer_spec(self._spec, fp8, cached, bias, (), more)
             found = self._calls[key] = (call("linear", spec, tuple(tensors), ("",) if fp8 is not None else (), scaled), fp8)
         return found[0]
 
@@ -154,3 +206,21 @@ def _of(i: int, wiring: Wiring) -> Wiring:
 
     return wiring._replace(scales=part(wiring.scales, "scale"), front=part(wiring.front, "amax"), late=part(wiring.late, "scale"),
                            back=part(wiring.back, "amax"))
+
+
+class _Nothing(torch.autograd.Function):
+    """The product of a group without rows, whose weight has a ``main_grad``: nothing, to which nothing is added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fused: Fused) -> Tensor:
+        ctx.fused, ctx.shapes, ctx.dtype = fused, (x.shape, weight.shape, None if bias is None else bias.shape), weight.dtype
+        return x.new_empty(0, weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (main,) = ctx.fused.into(["weight0"]).values()
+        if ctx.fused.overwrite:
+            main.zero_()
+        x, weight, bias = ctx.shapes
+        return grad.new_empty(x), ctx.fused.stand_in("weight0", weight, ctx.dtype), None if bias is None else grad.new_zeros(bias), None

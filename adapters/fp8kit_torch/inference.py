@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fp8kit.arrays import Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
-from fp8kit.ops.kv_steps import Steps
+from fp8kit.kv_steps import Steps
 from fp8kit_torch.calibration import stream_of
-from fp8kit_torch.module import default_device
+from fp8kit_torch.parameters import placed
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 
@@ -50,11 +50,11 @@ class InferenceParams(Steps):
                  dtype: torch.dtype | None = None, head_dim_v: int | None = None, is_paged: bool = False,
                  total_num_pages: int | None = None, page_size: int | None = None, max_ctx_len: int | None = None,
                  qkv_format: str = "bshd", custom_cache_manager: object = None, *, device: Any = None) -> None:
-        self.device = default_device() if device is None else torch.device(device)
+        self.device = placed("InferenceParams", device)
         kind = None if dtype is None else kind_of(dtype)
         if kind is not None and kind not in HIGH_PRECISION:
             names = ", ".join(known.name for known in HIGH_PRECISION)
-            raise Fp8kitError(expected("InferenceParams", "dtype", dtype, f"one of {names}"))
+            raise ArgumentError(expected("InferenceParams", "dtype", dtype, f"one of {names}"))
         super().__init__(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, kind, head_dim_v, is_paged, total_num_pages,
                          page_size, max_ctx_len, qkv_format, custom_cache_manager)
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse
-from fp8kit_torch.calibration import amax_of
-from fp8kit_torch.module import Init, Inputs, TransformerEngineBaseModule, normal_init, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse, want_input
+from fp8kit_torch.calibration import Amaxes, amaxes_of
+from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
+from fp8kit_torch.parameters import Init, normal_init
 
 
 def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dict[str, int]:
@@ -32,7 +32,7 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
     named = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
     if not named or len(named) != len(sizes) or sum(named.values()) != out_features or min(named.values()) < 1:
         wanted = f"different names whose sizes sum to {out_features}"
-        raise Fp8kitError(expected(operation, "parameters_split", repr(parameters_split), wanted))
+        raise ArgumentError(expected(operation, "parameters_split", repr(parameters_split), wanted))
     return named
 
 
@@ -108,21 +108,22 @@ class Linear(LinearBase):
                              fuse_wgrad_accumulation, name)
         self.set_spec(LinearSpec(product))
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        amax_of(inputs["x"], amaxes[0])
-        for name in self.weight_inputs():
-            amax_of(inputs[name], amaxes[1])
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
+        return amaxes_of(0, [inputs["x"]]) + amaxes_of(1, [inputs[name] for name in self.weight_inputs()])
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
         """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and keeps it, False takes it.
 
-        Returns h (..., N), with ``return_bias`` also the bias. ``fp8_output`` and ``fp8_grad``: False only.
+        ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next ``Linear`` multiplies as it is;
+        anything else sees its values. ``fp8_grad``: so is the gradient of ``inp``, in the backward format; a layer before this one casts
+        its values for its own products. With delayed scaling their scales are the state's output and grad_input.
+
+        Returns h (..., N), with ``return_bias`` also the bias.
         """
-        if fp8_output or fp8_grad:
-            only("Linear", {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)})
-        y = self.branch(want_input("Linear", "inp", inp, self.in_features), is_first_microbatch, self.bias_mode)
+        x = want_input("Linear", "inp", inp, self.in_features)
+        y = self.branch(x, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)
         return (y, self.bias) if self.return_bias else y
 
-    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str) -> Tensor:
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, fp8_output: bool = False, fp8_grad: bool = False) -> Tensor:
         """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made here ("deferred")."""
-        return self.run({"x": x, **self.product_inputs(bias)}, is_first_microbatch, bias)["y"]
+        return self.run({"x": x, **self.product_inputs(bias)}, is_first_microbatch, bias, fp8_output, fp8_grad)["y"]

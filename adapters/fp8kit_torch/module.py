@@ -14,78 +14,30 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current, touch_forward
-from fp8kit.backends.policy import get_policy
-from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError, expected
-from fp8kit.formats import HIGH_PRECISION
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.ops.linear import LinearSpec
-from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state, recompute
 from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
+from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_alike
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
-from fp8kit_torch.ops import FORWARD, NEITHER
-from fp8kit_torch.plans import Call, amax_views, argument_of, call, scale_views
+from fp8kit_torch.calibration import Amaxes, row_of
+from fp8kit_torch.fp8_edges import cast_gradient, cast_output
+from fp8kit_torch.ops import FORWARD, NEITHER, record_
+from fp8kit_torch.parameters import ParameterModule
+from fp8kit_torch.plans import Call, amax_views, call, scale_views
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
-from fp8kit_torch.specs import fp8_text, layer_spec, layer_text, products
+from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
 from fp8kit_torch.texts import encode
 from fp8kit_torch.views import as_view, kind_of
 
-Init = Callable[[Tensor], Any]
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
 _MODULES: weakref.WeakSet[TransformerEngineBaseModule] = weakref.WeakSet()
-
-
-def default_device() -> torch.device:
-    """Where ``device=None`` puts parameters: torch's default device where one is set, else CUDA where it is usable, else the CPU."""
-    device = torch.get_default_device()
-    return torch.device("cuda") if device.type == "cpu" and torch.cuda.is_available() else device
-
-
-def normal_init(tensor: Tensor) -> None:
-    """Transformer Engine's default for weights: normal with mean 0 and standard deviation 0.023."""
-    torch.nn.init.normal_(tensor, 0.0, 0.023)
-
-
-class ParameterModule(torch.nn.Module):
-    """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after ``device="meta"``, say)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._inits: dict[str, Init] = {}
-        get_policy()  # read now, not within a compiled function
-
-    def add_parameter(self, name: str, shape: tuple[int, ...], init: Init, dtype: torch.dtype | None, device: Any) -> None:
-        """A parameter of ``shape``, filled by ``init`` in place. FormatError for a dtype that the operations do not have."""
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if kind_of(dtype) not in HIGH_PRECISION:
-            names = ", ".join(kind.name for kind in HIGH_PRECISION)
-            raise Fp8kitError(expected(type(self).__name__, "params_dtype", dtype, f"one of {names}"))
-        where = default_device() if device is None else torch.device(device)
-        self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
-        self._inits[name] = init
-        if where.type != "meta":
-            with torch.no_grad():
-                init(self._parameters[name])  # type: ignore[arg-type]
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does nothing."""
-        if defer_init:
-            return
-        for name, init in self._inits.items():
-            old = self._parameters[name]
-            assert old is not None
-            if old.is_meta:
-                device = default_device()
-                fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)
-                self._parameters[name] = Parameter(fresh, old.requires_grad)
-            with torch.no_grad():
-                init(self._parameters[name])  # type: ignore[arg-type]
 
 
 class TransformerEngineBaseModule(ParameterModule):
@@ -120,9 +72,10 @@ class TransformerEngineBaseModule(ParameterModule):
         if self._held is None:
             return
         weights, parts = self.weight_inputs(), layer_products(self._spec)
-        if len(weights) != len(parts) or len(parts) != len(self.gemms):
+        if len(weights) != len(self.gemms):
             got = f"{len(weights)} weights for {len(parts)} products in {type(self).__name__}"
-            raise NotImplementedError(expected("quantized_model_init", "weights", got, "one a product: nothing else is supported yet"))
+            wanted = "one a product, which has one scale (no parameters_split; fuse_qkv_params=True in attention)"
+            raise NotImplementedError(expected("quantized_model_init", "weights", got, wanted))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for weight in weights.values():
             if not weight.is_meta and not isinstance(weight, QuantizedTensor):
@@ -151,55 +104,89 @@ class TransformerEngineBaseModule(ParameterModule):
         """The weights by their name in the operation."""
         raise NotImplementedError
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        """Accumulate the amax of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass."""
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
+        """The amaxes of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass."""
         raise NotImplementedError
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, **options: Any) -> dict[str, Tensor]:
-        """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``options``:
-        further fields of the spec."""
+    def run(self, inputs: Inputs, is_first_microbatch: bool | None, bias: str, fp8_output: bool = False, fp8_grad: bool = False,
+            **options: Any) -> dict[str, Tensor]:
+        """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``fp8_output``,
+        ``fp8_grad``: y, and the gradient of x, in FP8 where FP8 is on (see ``Linear``); ``options``: further fields of the spec."""
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         weights: Held8 = {}
         if self._held is not None:
             tensors, weights = self._opened(tensors)
+        state = current()
+        off = state is None or not (state.enabled or state.calibrating)
+        codes = None
+        if type(tensors["x"]) is QuantizedTensor:
+            codes = self._codes(tensors, state)
         dtype = autocast_dtype(tensors["x"])
         if dtype is not None:
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        state = current()
-        off = state is None or not (state.enabled or state.calibrating)
         if torch.compiler.is_compiling():
-            if self.fuse_wgrad_accumulation:
-                raise NotImplementedError("fp8kit_torch: fuse_wgrad_accumulation is not supported within torch.compile")
+            for name, asked in (("fuse_wgrad_accumulation", self.fuse_wgrad_accumulation), ("fp8_output", fp8_output),
+                                ("fp8_grad", fp8_grad)):
+                if asked:
+                    raise not_compiled(name)
             return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
-        fused = self._fused(is_first_microbatch) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
+        fused = self._fused(is_first_microbatch, tensors) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
         if off:
-            return apply(self._call(None, False, bias, options, tensors), list(tensors.values()), fused=fused)
-        return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused, weights)  # type: ignore[arg-type]
+            return apply(self._call(None, False, bias, options, tensors, False, fused), list(tensors.values()), fused=fused)
+        return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused, weights, codes,  # type: ignore[arg-type]
+                             fp8_output, fp8_grad)
 
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
-        """The inputs as a pass takes them, and the weights in FP8: none where some are not, or the pass is in high precision."""
+        """The inputs as a pass takes them, and the weights in FP8: none where the pass is in high precision."""
         if torch.compiler.is_compiling():
-            raise NotImplementedError("fp8kit_torch: weights of quantized_model_init are not supported within torch.compile")
-        found = {name: t for name, t in tensors.items() if isinstance(t, QuantizedTensor)}
+            raise not_compiled("a weight of quantized_model_init")
+        found: Held8 = {}
+        for name in self.weight_inputs():
+            weight = tensors.get(name)
+            if weight is None:
+                continue
+            if not isinstance(weight, QuantizedTensor):
+                got, wanted = f"a {type(weight).__name__}", "the QuantizedTensor that quantized_model_init made: fully_shard, or another "
+                raise NotImplementedError(expected(type(self).__name__, name, got, wanted + "parameter in its place, is not supported"))
+            found[name] = weight
         state = current()
-        if len(found) == len(self.gemms) and state is not None and state.enabled:
+        if state is not None and state.enabled:
             return tensors, found
-        return tensors | {name: t.dequantize() for name, t in found.items()}, {}
+        return tensors | {name: weight.dequantize() for name, weight in found.items()}, {}
 
-    def _fused(self, first: bool | None) -> Fused:
-        """The weights whose gradient goes into ``main_grad``. Fp8kitError where one has none."""
-        weights = self.weight_inputs()
+    def _codes(self, tensors: dict[str, Tensor], state: AutocastState | None) -> dict[str, Tensor] | None:
+        """The parts of an input that is in FP8 already and fits the operation; where it does not, its values take its place."""
+        x = tensors["x"]
+        assert isinstance(x, QuantizedTensor)
+        if torch.compiler.is_compiling():
+            raise not_compiled("an input in FP8")
+        direct = self.operation == "linear" and state is not None and state.enabled and autocast_dtype(x) in (None, x.dtype)
+        if direct and x.fits(self._fp8_of(state.recipe).x):  # type: ignore[union-attr]
+            return x.input_parts()
+        tensors["x"] = x.dequantize()
+        return None
+
+    def _fused(self, first: bool | None, tensors: Mapping[str, Tensor]) -> Fused:
+        """The weights whose gradient goes into ``main_grad``. Fp8kitError where one has none that fits."""
+        weights = {name: weight for name, weight in self.weight_inputs().items() if weight.requires_grad}
+        mains = {name: getattr(weight, "main_grad", None) for name, weight in weights.items()}
+        some = next((main.dtype for main in mains.values() if isinstance(main, torch.Tensor)), torch.float32)
+        if some not in (torch.float32, tensors["x"].dtype):
+            some = torch.float32
         for name, weight in weights.items():
-            main = getattr(weight, "main_grad", None)
-            if not isinstance(main, torch.Tensor) or main.shape != weight.shape or main.device != weight.device:
-                wanted = f"a tensor of shape {tuple(weight.shape)} on {weight.device}, with fuse_wgrad_accumulation"
-                raise Fp8kitError(expected(type(self).__name__, f"{name}.main_grad", "no such tensor", wanted))
-        return Fused(weights, first is True)
+            main = mains[name]
+            there = isinstance(main, torch.Tensor) and main.shape == weight.shape and main.device == weight.device
+            if not there or main.dtype is not some or not main.is_contiguous():
+                got = f"{main.dtype} {tuple(main.shape)} on {main.device}" if isinstance(main, torch.Tensor) else "no such tensor"
+                wanted = f"contiguous {some} {tuple(weight.shape)} on {weight.device}, with fuse_wgrad_accumulation"
+                raise ArgumentError(expected(type(self).__name__, f"{name}.main_grad", got, wanted))
+        return Fused(weights, first is True, some)
 
     def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
-                 fused: Fused | None, weights: Held8) -> dict[str, Tensor]:
+                 fused: Fused | None, weights: Held8, codes: dict[str, Tensor] | None, fp8_output: bool, fp8_grad: bool
+                 ) -> dict[str, Tensor]:
         want_alike(self.operation, tensors)
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
@@ -212,21 +199,31 @@ class TransformerEngineBaseModule(ParameterModule):
                 cached |= weight.inputs(type(self).__name__, prefix, self._fp8_of(recipe))
         elif first is not None and state.enabled:
             if not isinstance(first, bool):
-                raise Fp8kitError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
+                raise ArgumentError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
             cached = self._cached(self._fp8_of(recipe), first, bias, tensors, wiring) if kept is None else kept.weights
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, None if weights else cached)
         if not state.enabled:
             given = options | self.calibration_options
-            outputs = apply(self._call(None, False, bias, given, tensors), list(tensors.values()), fused=fused)
+            outputs = apply(self._call(None, False, bias, given, tensors, False, fused), list(tensors.values()), fused=fused)
             if delayed and record and kept is None:
-                row = self.fp8_meta["scaling_fwd"].amax_history[0]
                 with torch.no_grad():
-                    self.calibrate(tensors, outputs, [as_view(row[slot : slot + 1]) for slot in range(row.shape[0])])
+                    self._note(row_of(self.calibrate(tensors, outputs), FORWARD_SLOTS * len(self.gemms)))
             return outputs
-        tensors = tensors | (cached or {})
-        call = self._call(self._fp8_of(recipe), cached is not None, bias, options, tensors, delayed)
-        return apply(call, list(tensors.values()), wiring, fused)
+        fp8, states = self._fp8_of(recipe), self.fp8_meta if delayed else None
+        if fp8_grad and tensors["x"].requires_grad and torch.is_grad_enabled():
+            tensors["x"] = cast_gradient(tensors["x"], fp8, states, wiring.ticket)
+        tensors = tensors | (codes or {}) | (cached or {})
+        call = self._call(fp8, cached is not None, bias, options, tensors, delayed, fused, codes is not None)
+        outputs = apply(call, list(tensors.values()), wiring, fused)
+        if fp8_output:
+            outputs["y"] = cast_output(outputs["y"], fp8, states, len(self.gemms) - 1, record, kept)
+        return outputs
+
+    def _note(self, row: Tensor) -> None:
+        """Accumulate amaxes that were taken beside an operation, float32 by slot."""
+        history = self.fp8_meta["scaling_fwd"].amax_history
+        torch.fmax(history[0], row, out=history[0])
 
     def wiring(self, recipe: Recipe, training: bool, record: bool, kept: recompute.Kept | None) -> Wiring:
         """How this call hangs on the state of delayed scaling, which is touched where amaxes are recorded: not in a pass that is done
@@ -247,13 +244,17 @@ class TransformerEngineBaseModule(ParameterModule):
             self._fp8 = known = (recipe, fp8_from_recipe(recipe))
         return known[1]
 
-    def _call(self, fp8: Fp8 | None, cached: bool, bias: str, options: dict[str, Any], tensors: dict[str, Tensor],
-              scaled: bool = False) -> Call:
+    def _call(self, fp8: Fp8 | None, cached: bool, bias: str, options: dict[str, Any], tensors: dict[str, Tensor], scaled: bool = False,
+              fused: Fused | None = None, codes: bool = False) -> Call:
         """The call for this request; found by what may differ from one to the next."""
-        key = (id(fp8), cached, bias, *options.items(), *tensors)
+        main = () if fused is None else (fused.dtype, fused.overwrite)
+        key = (id(fp8), cached, codes, bias, main, *options.items(), *tensors)
         found = self._calls.get(key)
         if found is None:
-            spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()))
+            more: dict[str, Any] = {"input_cached": True} if codes else {}
+            if fused is not None:
+                more |= {"main_grad": kind_of(fused.dtype).name, "overwrite_grad": fused.overwrite}
+            spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()), tuple(more.items()))
             made = call(self.operation, spec, tuple(tensors), self.gemms if fp8 is not None else (), scaled)
             found = self._calls[key] = (made, fp8)  # fp8 is held, so that its id stays its own
         return found[0]
@@ -315,24 +316,32 @@ class TransformerEngineBaseModule(ParameterModule):
         if state is None:
             spec = layer_text(self._spec_text, (), False, bias, tuple(options.items()))
             return trace(self.operation, spec, tuple(tensors), list(tensors.values()))
+        parts, traced = recipe_parts(state.recipe), self._traced(state)
         if not state.enabled:
-            raise NotImplementedError("fp8kit_torch: autocast(enabled=False, calibrating=True) is not supported within torch.compile")
-        recipe = state.recipe
-        parts, record = recipe_parts(recipe), torch.is_grad_enabled() or state.calibrating
-        traced = None
-        if recipe.delayed():
-            if not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None:
-                raise NotImplementedError("fp8kit_torch: a recipe with callables is not supported within torch.compile")
-            prepare_all(recipe.amax_history_len)
-            forward, backward, text = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"], recipe_text(recipe)
-            when = FORWARD
-            if record and touch_traced(forward, text):
-                when = NEITHER
-            traced = Traced(forward, backward, text, record, when)
+            spec = layer_text(self._spec_text, (), False, bias, (*options.items(), *self.calibration_options.items()))
+            outputs = trace(self.operation, spec, tuple(tensors), list(tensors.values()))
+            if traced is not None and traced.record:
+                with torch.no_grad():
+                    row = row_of(self.calibrate(tensors, outputs), FORWARD_SLOTS * len(self.gemms))
+                    record_(traced.forward.amax_history, row, traced.forward.handle, traced.recipe, traced.when)
+            return outputs
         if first is not None:
             tensors = tensors | self._trace_cached(parts, first, bias, tensors, traced)
         spec = layer_text(self._spec_text, parts, first is not None, bias, tuple(options.items()))
         return trace(self.operation, spec, tuple(tensors), list(tensors.values()), self.gemms, traced)
+
+    def _traced(self, state: AutocastState) -> Traced | None:
+        """How a compiled call hangs on the state of delayed scaling; None with another recipe."""
+        recipe: Any = state.recipe
+        if not recipe.delayed():
+            return None
+        if not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None:
+            raise not_compiled("a recipe with callables")
+        record = torch.is_grad_enabled() or state.calibrating
+        prepare_all(recipe.amax_history_len)
+        forward, backward, text = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"], recipe_text(recipe)
+        when = NEITHER if record and touch_traced(forward, text) else FORWARD
+        return Traced(forward, backward, text, record, when)
 
     def _trace_cached(self, parts: tuple[Any, ...], first: bool, bias: str, tensors: dict[str, Tensor], traced: Traced | None
                       ) -> dict[str, Tensor]:
@@ -391,11 +400,6 @@ class TransformerEngineBaseModule(ParameterModule):
         self._weights = None
 
 
-def layer_products(spec: Any) -> list[ProductSpec]:
-    """The products of a layer's spec, in order."""
-    return [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
-
-
 def _of(wiring: Wiring, prefix: str) -> Wiring:
     """The part of a wiring that one weight's cast reads and writes."""
     if wiring is NO_STATE:
@@ -413,33 +417,3 @@ def prepare_all(history_len: int) -> int:
         if not next(iter(module.weight_inputs().values())).is_meta:
             module.prepare(history_len)
     return history_len
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
-
-
-def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
-    """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
-    x = tensors["x"]
-    device, dtype = x.device, x.dtype
-    for name, tensor in tensors.items():
-        argument = argument_of(operation, name, tuple(tensors))
-        if tensor.device != device:
-            raise BackendError(expected(operation, argument, f"device {tensor.device}", f"device {device}, as inp"))
-        if tensor.dtype is not dtype:
-            raise FormatError(expected(operation, argument, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as inp"))
-
-
-def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
-    """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``. Fp8kitError kinds otherwise."""
-    if not isinstance(value, torch.Tensor):
-        raise Fp8kitError(expected(operation, argument, type(value).__name__, "a torch.Tensor"))
-    if value.ndim < 1 or value.shape[-1] != features:
-        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
-    if qkv_format is not None and value.ndim != len(qkv_format) - 1:
-        wanted = f"({', '.join(qkv_format[:-2])}, {features}), {qkv_format!r}"
-        raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", wanted))
-    return value

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
-from fp8kit_torch.module import ParameterModule, autocast_dtype, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
+from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.texts import encode
 
@@ -38,7 +38,7 @@ class _Norm(ParameterModule):
         operation = type(self).__name__
         refuse(operation, CONSTRUCTOR[self.normalization], {"sequence_parallel": sequence_parallel, **other})
         if (normalized_shape is None) == (hidden_size is None):
-            raise Fp8kitError(expected(operation, "normalized_shape", normalized_shape, "exactly one of normalized_shape and hidden_size"))
+            raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "exactly one of normalized_shape and hidden_size"))
         given: Any = hidden_size if normalized_shape is None else normalized_shape
         shape = (given,) if isinstance(given, int) else tuple(given)
         if len(shape) != 1:

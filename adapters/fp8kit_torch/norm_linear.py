@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
-from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse
-from fp8kit_torch.calibration import amax_of
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit_torch.calibration import Amaxes, amaxes_of
 from fp8kit_torch.linear import LinearBase
-from fp8kit_torch.module import Init, Inputs, want_input
+from fp8kit_torch.module import Inputs
 from fp8kit_torch.norm import add_norm
+from fp8kit_torch.parameters import Init
 
 
 class LayerNormLinear(LinearBase):
@@ -49,17 +49,14 @@ class LayerNormLinear(LinearBase):
                              fuse_wgrad_accumulation, name)
         self.set_spec(NormLinearSpec(norm, product))
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
-        amax_of(outputs["normed"], amaxes[0])
-        for name in self.weight_inputs():
-            amax_of(inputs[name], amaxes[1])
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
+        return amaxes_of(0, [outputs["normed"]]) + amaxes_of(1, [inputs[name] for name in self.weight_inputs()])
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
-        """``inp``: h (..., K). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
-        if fp8_output or fp8_grad:
-            only("LayerNormLinear", {"fp8_output": (fp8_output, False), "fp8_grad": (fp8_grad, False)})
+        """``inp``: h (..., K). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``).
+        ``fp8_output``, ``fp8_grad``: see ``Linear``."""
         x = want_input("LayerNormLinear", "inp", inp, self.in_features)
-        out = self.branch(x, is_first_microbatch, self.bias_mode, return_norm=self.return_layernorm_output)
+        out = self.branch(x, is_first_microbatch, self.bias_mode, False, self.return_layernorm_output, fp8_output, fp8_grad)
         parts: list[Any] = [out["y"]]
         if self.return_bias:
             parts.append(self.bias)
@@ -67,8 +64,8 @@ class LayerNormLinear(LinearBase):
             parts.append(out["normed"])
         return tuple(parts) if len(parts) > 1 else parts[0]
 
-    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
-               return_norm: bool = False) -> dict[str, Tensor]:
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False, return_norm: bool = False,
+               fp8_output: bool = False, fp8_grad: bool = False) -> dict[str, Tensor]:
         """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for."""
         inputs: Inputs = {"x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, **self.product_inputs(bias)}
-        return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)
+        return self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, residual=residual, return_norm=return_norm)

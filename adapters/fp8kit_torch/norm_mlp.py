@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers
 from fp8kit.ops.product import ProductSpec
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
-from fp8kit_torch.calibration import activated, amax_of
-from fp8kit_torch.module import Init, Inputs, TransformerEngineBaseModule, normal_init, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit_torch.calibration import Amaxes, activated, amax_of
+from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
 from fp8kit_torch.norm import add_norm
+from fp8kit_torch.parameters import Init, normal_init
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
@@ -79,12 +79,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def weight_inputs(self) -> dict[str, Tensor]:
         return {"fc1_weight0": self.fc1_weight, "fc2_weight0": self.fc2_weight}
 
-    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], amaxes: list[ArrayView]) -> None:
+    def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
         """norm(x) is an output; fc2's input is computed once more, its amax taken on the way."""
-        amax_of(outputs["normed"], amaxes[0])
-        amax_of(inputs["fc1_weight0"], amaxes[1])
-        amax_of(inputs["fc2_weight0"], amaxes[4])
-        activated(outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0"), self._spec, amaxes[3])
+        seen = {0: outputs["normed"], 1: inputs["fc1_weight0"], 4: inputs["fc2_weight0"]}
+        found = [(slot, amax_of(tensor)) for slot, tensor in seen.items()]
+        return [*found, (3, activated(outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0"), self._spec_text))]
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""

@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import current, touch_forward
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch import state as states
 from fp8kit_torch.plans import Block, Call, Ready, call_by, scale_views
@@ -168,7 +168,7 @@ def record_(history: Tensor, amaxes: Tensor, handle: Tensor, recipe: str, when: 
         return
     own = states.named(int(handle))
     if own is None:
-        raise Fp8kitError(expected("record_", "handle", int(handle), "a state of a module that is alive"))
+        raise ArgumentError(expected("record_", "handle", int(handle), "a state of a module that is alive"))
     if when == BACKWARD:
         states.finish_backward(decode(recipe), own)
         return

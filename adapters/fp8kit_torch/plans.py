@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends import dispatch
-from fp8kit.backends.policy import get_policy, policy_context
+from fp8kit.backends.policy import SelectionPolicy, apart, get_policy, policy_context, policy_from_text, traced_policy
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
 from fp8kit.formats import DType, float32
 from fp8kit.ops.linear import weight_cast
@@ -28,6 +27,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.products import product_of
 from fp8kit.ops.split_heads import split_heads
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
+from fp8kit.scratch import Scratch
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import dtype_of, kind_of
@@ -45,6 +45,15 @@ Views = dict[str, ArrayView]
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
 _SCALAR = Meta((1,), float32)
+_NOWHERE: Mapping[str, Tensor] = {}
+
+
+def _memory(nbytes: int, device: Device) -> tuple[int, Tensor]:
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.device(device.kind, device.index))
+    return memory.data_ptr(), memory
+
+
+_SCRATCH = Scratch(_memory)
 
 
 class Block:
@@ -61,22 +70,38 @@ class Block:
 
     def carve(self, memory: Tensor, device: Device) -> Views:
         """The buffers by name in ``memory``, uint8 (size,)."""
-        start = memory.data_ptr()
-        return {name: ArrayView(start + offset, shape, kind, device, memory) for name, offset, shape, kind in self.parts}
+        return self._laid(memory.data_ptr(), memory, device)
+
+    def room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
+        """Buffers for one operation's temporaries on ``stream``, not to be changed. ``kept``: those in the thread's ``fp8kit.scratch``; but
+        fresh ones on the CPU, and while a graph is captured, which may be replayed beside what the thread does later."""
+        if not self.parts:
+            return {}
+        if not kept or device.kind == "cpu" or torch.cuda.is_current_stream_capturing():
+            return self.carve(torch.empty(self.size, dtype=torch.uint8, device=where), device)
+        room = _SCRATCH.room(self.size, device, stream)
+        views: Views | None = room.carved.get(self)
+        if views is None:
+            views = room.carved[self] = self._laid(room.ptr, room.owner, device)
+        return views
+
+    def _laid(self, start: int, owner: object, device: Device) -> Views:
+        return {name: ArrayView(start + offset, shape, kind, device, owner) for name, offset, shape, kind in self.parts}
 
 
 class Call:
     """What is static about calling an operation.
 
     ``names``: of the input tensors, in order. ``gemms``: prefixes of its GEMMs, none for an operation without FP8. ``scaled``: whether the
-    scales come from a ``ScalingState``. ``policy``: (backend, deterministic) to choose kernels by, () for those in force: a compiled graph
-    keeps those of its forward pass, because its backward pass may run on another thread. ``text``: all this as a string (``texts``).
+    scales come from a ``ScalingState``. ``policy``: text of the policy to choose kernels by, "" for the one in force: a compiled graph
+    keeps that of its forward pass, because its backward pass may run on another thread. ``text``: all this as a string (``texts``).
     """
 
     __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "policy", "scaled", "spec", "text")
 
     def __init__(self, text: str) -> None:
-        name, self.spec, self.names, self.gemms, self.scaled, self.policy = decode(text)
+        name, self.spec, self.names, self.gemms, self.scaled, policy = decode(text)
+        self.policy = policy_from_text(policy) if policy else None
         self.text = text
         self.operation = OPERATIONS[name]
         self.front, self.back = forward_slots(self.gemms), backward_slots(self.gemms)
@@ -117,7 +142,7 @@ class Call:
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
         """``ready`` for tensors of these shapes and dtypes on ``device``."""
-        kernels = _kernels(_place(device), *self.policy) if self.policy else dispatch.kernels(_place(device))
+        kernels = dispatch.kernels(_place(device)) if self.policy is None else self._kernels(_place(device))
         key = (needs, device, id(kernels), *shapes, *dtypes)
         found = self.plans.get(key)
         if found is None:
@@ -133,6 +158,18 @@ class Call:
                 raise renamed(error, self.operation.name, argument_of(self.operation.name, argument[0], self.names)) from None
         return found
 
+    def _kernels(self, place: Device) -> Any:
+        """The kernels of the call's own policy. BackendError where that is not what the caller's task has in force."""
+        policy = get_policy()
+        assert self.policy is not None
+        if policy is self.policy:
+            return dispatch.kernels(place)
+        if apart() and torch._C._current_graph_task_id() == -1:
+            got = f"the policy {policy.text} of a block within an asyncio task (or of a context copied into this thread)"
+            raise BackendError(expected(self.operation.name, "policy", got, "a block around the event loop: torch.compile reads no other"))
+        with policy_context(self.policy):
+            return dispatch.kernels(place)
+
 
 def argument_of(operation: str, name: str, names: Sequence[str]) -> str:
     """What errors call an operation's input: a parameter in several segments keeps its number."""
@@ -147,18 +184,16 @@ def call_by(text: str) -> Call:
 
 
 def call(name: str, spec: Any, names: tuple[str, ...], gemms: tuple[str, ...] = (), scaled: bool = False,
-         policy: tuple[Any, ...] = ()) -> Call:
+         policy: str = "") -> Call:
     """The call of the operation ``name``; one object for equal arguments."""
     return call_by(encode((name, spec, names, gemms, scaled, policy)))
 
 
-def _kernels(place: Device, backend: str | None, deterministic: bool) -> Any:
-    """The kernels of the policy in force, but for these two parts of it."""
-    policy = get_policy()
-    if (policy.backend, policy.deterministic) == (backend, deterministic):
-        return dispatch.kernels(place)
-    with policy_context(replace(policy, backend=backend, deterministic=deterministic)):
-        return dispatch.kernels(place)
+def policy_now() -> SelectionPolicy:
+    """The policy in force, also within ``torch.compile``, which guards it: another one compiles anew."""
+    policy = traced_policy() if torch.compiler.is_compiling() else get_policy()
+    assert policy is not None  # every module asks for it when it is made
+    return policy
 
 
 @lru_cache(maxsize=64)
@@ -212,6 +247,7 @@ class Ready:
 
     def __init__(self, call: Call, kinds: list[tuple[Shape, DType]], needs: tuple[str, ...], device: torch.device, kernels: Any) -> None:
         self.operation, self.needs, self.device, self.place = call.operation, needs, device, _place(device)
+        self.eager = not call.policy  # compiled functions may be captured, and then account for all memory that they find allocated
         if call.gemms:
             products = [value for value in vars(call.spec).values() if isinstance(value, ProductSpec)]
             want_fp8(self.operation.name, any(p.fp8 is not None and p.fp8.blocks for p in products), device)
@@ -257,21 +293,24 @@ class Ready:
         outputs, filled = self._filled(self.outputs, amaxes)
         block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.parts else None
         saved = {} if block is None else self.saved.carve(block, place)
-        scratch = self.scratch.carve(torch.empty(self.scratch.size, dtype=torch.uint8, device=device), place) if self.scratch.parts else {}
-        self.operation.forward(self.plan, views, filled, saved, scratch, self.stream())
+        stream = self.stream()
+        self.operation.forward(self.plan, views, filled, saved, self.scratch.room(place, device, stream, self.eager), stream)
         return outputs, row, block
 
     def backward(
-        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None
+        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        into: Mapping[str, Tensor] = _NOWHERE,
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        """(gradients of ``needs``, amaxes). ``kept`` and ``cotangents`` in the order of ``self.kept`` and ``self.names``."""
+        """(gradients of ``needs``, amaxes). ``kept`` and ``cotangents`` in the order of ``self.kept`` and ``self.names``; ``into``: where
+        gradients by name go that have a place already."""
         if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._backward(kept, block, cotangents, scales, amaxes)
-        return self._backward(kept, block, cotangents, scales, amaxes)
+                return self._backward(kept, block, cotangents, scales, amaxes, into)
+        return self._backward(kept, block, cotangents, scales, amaxes, into)
 
     def _backward(
-        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None
+        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        into: Mapping[str, Tensor],
     ) -> tuple[list[Tensor | None], Tensor | None]:
         place, device, row = self.place, self.device, None
         if amaxes is None and self.back:
@@ -291,20 +330,20 @@ class Ready:
                 continue
             arrived[name] = g = g if g.is_contiguous() else g.contiguous()
             incoming[name] = ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
-        made, filled = self._filled(self.grads, amaxes)
+        made, filled = self._filled(self.grads, amaxes, into)
         saved = {} if block is None else self.saved.carve(block, place)
-        size = self.back_scratch.size
-        scratch = self.back_scratch.carve(torch.empty(size, dtype=torch.uint8, device=device), place) if self.back_scratch.parts else {}
-        self.operation.backward(self.plan, views, saved, incoming, filled, scratch, self.stream())
+        stream = self.stream()
+        scratch = self.back_scratch.room(place, device, stream, self.eager)
+        self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
         found = dict(zip([out.name for out in self.grads], made, strict=True))
         passes = self.signature.grad_passes
         return [found[name] if name in found else arrived.get(passes[name]) for name in self.needs], row
 
-    def _filled(self, outs: list[_Out], amaxes: Views | None) -> tuple[list[Tensor], Any]:
-        """Fresh tensors, and they and the amaxes as views by name."""
+    def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE) -> tuple[list[Tensor], Any]:
+        """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name."""
         made, views = [], {**amaxes} if amaxes else {}
         for name, shape, dtype, kind, zero in outs:
-            tensor = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
+            tensor = into[name] if name in into else (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
             made.append(tensor)
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, self.place, tensor)
         return made, views

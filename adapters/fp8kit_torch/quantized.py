@@ -1,7 +1,9 @@
-"""``QuantizedTensor``: a weight that is held in FP8 and in nothing else, and ``quantized_model_init``, under which modules make theirs so.
+"""``QuantizedTensor``: a tensor that is held in FP8 and in nothing else, and ``quantized_model_init``, under which modules make their
+weights so.
 
-It stands where a parameter of its shape and dtype would: optimisers, ``state_dict``, copies and arithmetic see its values, decoded; what is
-written to it is cast again. FP8 layers take its codes as they are, so that no cast of the weight is left in a step.
+It stands where a tensor of its shape and dtype would: optimisers, ``state_dict``, copies and arithmetic see its values, decoded; what is
+written to it is cast again. FP8 layers take its codes as they are, so that no cast of a weight is left in a step, nor of an output that the
+layer before was asked for in FP8.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from fp8kit.backends.protocol import BLOCK
 from fp8kit.errors import RecipeError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import Fp8, fp8_from_recipe
+from fp8kit.ops.quant import Fp8, Quant, fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Recipe
-from fp8kit_torch.apply import apply
+from fp8kit_torch.apply import NO_STATE, Wiring, apply
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import decode, encode
 
@@ -33,10 +35,11 @@ _aten = torch.ops.aten
 
 
 class QuantizedTensor(torch.Tensor):
-    """A weight (N, K) as FP8 codes and scales, in both of the orientations that products want: 2 bytes an element.
+    """A matrix (N, K), or (..., K), as FP8 codes and scales, in both of the orientations that products want: 2 bytes an element.
 
-    Its dtype is the one that its values are decoded to. The scale comes from the values themselves (current scaling, also under a recipe of
-    delayed scaling, since a weight's largest value is known when it is cast), or from each block with ``Float8BlockScaling``.
+    Its dtype is the one that its values are decoded to. A weight's scale comes from the values themselves (current scaling, also under a
+    recipe of delayed scaling, since a weight's largest value is known when it is cast), or from each block with ``Float8BlockScaling``; an
+    output's or a gradient's (``fp8_output``, ``fp8_grad``) is the recipe's.
 
     * ``dequantize()``: decode(code) / scale, in its dtype; differentiable. Any other operation of torch works on these values.
     * ``copy_`` and operations in place cast what they write. A plain optimiser thus loses updates that are smaller than a step between
@@ -45,8 +48,9 @@ class QuantizedTensor(torch.Tensor):
       Not for ``torch.compile``.
     """
 
+    held_in_fp8 = True
     _parts: dict[str, Tensor]
-    _fp8: Fp8
+    _fp8: Fp8  # its ``w`` says how this tensor is held
     _high: Tensor | None
 
     @staticmethod
@@ -62,8 +66,13 @@ class QuantizedTensor(torch.Tensor):
 
     @classmethod
     def of(cls, values: Tensor, fp8: Fp8) -> QuantizedTensor:
-        """h (N, K), cast for products as ``fp8`` says."""
+        """h (N, K), a weight, cast for products as ``fp8`` says."""
         return cls(_cast(values, fp8), fp8, tuple(values.shape), values.dtype)
+
+    @classmethod
+    def cast(cls, values: Tensor, fp8: Fp8, wiring: Wiring = NO_STATE) -> QuantizedTensor:
+        """h (..., K), cast as ``fp8`` says of w, with the scale and the amax of ``wiring``, by the names w_scale and w_amax."""
+        return cls(_cast(values.reshape(-1, values.shape[-1]), fp8, wiring), fp8, tuple(values.shape), values.dtype)
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -81,27 +90,46 @@ class QuantizedTensor(torch.Tensor):
 
     def inputs(self, operation: str, prefix: str, fp8: Fp8) -> dict[str, Tensor]:
         """Its parts by the names of an operation's cached weight. RecipeError where ``fp8`` wants another format or tiling."""
-        got, wanted = ((quant.format.name, quant.tile) for quant in (self._fp8.w, fp8.w))
-        if got != wanted:
+        if not self.fits(fp8.w):
+            got, wanted = ((quant.format.name, quant.tile) for quant in (self._fp8.w, fp8.w))
             raise RecipeError(expected(operation, "weight", f"FP8 as {got}", f"{wanted}, as the recipe of this autocast"))
         return {f"{prefix}{name}": part for name, part in self._parts.items()}
 
+    def fits(self, quant: Quant) -> bool:
+        """Whether an operand of that format and tiling can be this tensor as it is."""
+        own = self._fp8.w
+        return own.format == quant.format and own.tile == quant.tile
+
+    def input_parts(self) -> dict[str, Tensor]:
+        """Its parts by the names of a product's cached input."""
+        return {f"x{name.removeprefix('w')}": part for name, part in self._parts.items()}
+
+    def side(self, turned: bool) -> tuple[Tensor, Tensor, Quant]:
+        """(codes, 1 / scales, how they were cast) with the last dimension, or, ``turned``, the rows as the contraction of a product."""
+        name = "w_qt" if turned else "w_q"
+        inverse = self._parts.get(f"{name}_inv", self._parts.get("w_scale_inv"))
+        assert inverse is not None
+        return self._parts[name], inverse, self._fp8.w
+
     def _values(self) -> Tensor:
-        (n, k), quant = self.shape, self._fp8.w
+        k, quant = self.shape[-1], self._fp8.w
+        n = self.numel() // max(k, 1)
         values = self._parts["w_q"][:n, :k].view(_FLOAT8[quant.format.name]).to(torch.float32)
         if quant.tile is None:
-            return (values * self._parts["w_scale_inv"]).to(self.dtype)
+            return (values * self._parts["w_scale_inv"]).to(self.dtype).view(self.shape)
         scales = self._parts["w_q_inv"]
         scales = scales.t() if quant.tile[0] == 1 else scales.repeat_interleave(BLOCK, 0)
-        return (values * scales.repeat_interleave(BLOCK, 1)[:n, :k]).to(self.dtype)
+        return (values * scales.repeat_interleave(BLOCK, 1)[:n, :k]).to(self.dtype).view(self.shape)
 
     def _take(self, values: Tensor) -> None:
         """Cast ``values`` over what it holds, in place."""
         if isinstance(values, QuantizedTensor):
-            parts = values._parts if values._fp8 == self._fp8 else _cast(values._values().to(self.device), self._fp8)
+            parts = values._parts
+            if values._fp8 != self._fp8 or values.shape != self.shape:
+                parts = _cast(values._values().to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8)
         else:
             wide = values if values.dtype in _FLOATS else values.to(torch.float32)
-            parts = _cast(wide.to(self.device).expand(self.shape), self._fp8)
+            parts = _cast(wide.to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8)
         for name, part in self._parts.items():
             part.copy_(parts[name])
 
@@ -183,6 +211,9 @@ class QuantizedTensor(torch.Tensor):
         return f"QuantizedTensor({self._fp8.w.format.name}, {self._fp8.w.tile or 'tensor'}, {self._values()!r})"
 
 
+Float8Tensor = QuantizedTensor  # Transformer Engine's name
+
+
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: QuantizedTensor) -> Tensor:
@@ -212,11 +243,22 @@ def _of_values(fp8: Fp8) -> Fp8:
     return fp8 if fp8.blocks else replace(fp8, w=replace(fp8.w, source="current"))
 
 
-def _cast(values: Tensor, fp8: Fp8) -> dict[str, Tensor]:
+def _cast(values: Tensor, fp8: Fp8, wiring: Wiring = NO_STATE) -> dict[str, Tensor]:
     n, k = values.shape
-    spec = LinearSpec(ProductSpec(k, (n,), bias="none", fp8=_of_values(fp8)))
+    scaled = wiring is not NO_STATE
+    spec = LinearSpec(ProductSpec(k, (n,), bias="none", fp8=fp8 if scaled else _of_values(fp8)))
     with torch.inference_mode(False), torch.no_grad():
-        return apply(call("weight_cast", spec, ("weight0",), ("",)), [values.detach()])
+        return apply(call("weight_cast", spec, ("weight0",), ("",), scaled), [values.detach()], wiring)
+
+
+@lru_cache(maxsize=256)
+def held_as(fp8: Fp8, operand: str) -> Fp8:
+    """``fp8`` whose w is its operand "x" or "g": what a ``QuantizedTensor`` that is no weight is cast by."""
+    quant = getattr(fp8, operand)
+    if not fp8.blocks:
+        return replace(fp8, w=quant)
+    thin = replace(quant, tile=(1, BLOCK))  # of the operands that are not there: two squares make no product
+    return replace(fp8, x=thin, w=quant, g=thin)
 
 
 # --- where modules make their weights so ------------------------------------------------------------------------------
@@ -258,8 +300,9 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None,
     * ``preserve_high_precision_init_val``: ``weight.get_high_precision_init_val()`` gives the values from before the cast, on the CPU, to
       start an optimiser's master weights with, and ``weight.clear_high_precision_init_val()`` drops them.
 
-    For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP`` and what is made of them, with one weight a product: ``fuse_qkv_params=True``, no
-    ``parameters_split``; NotImplementedError for others. RecipeError for what is no recipe.
+    For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with one weight a product, because it
+    has one scale: ``fuse_qkv_params=True``, no ``parameters_split``; NotImplementedError for others, within ``torch.compile``, and for
+    weights that something else stands for since (``fully_shard``). RecipeError for what is no recipe.
     """
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):

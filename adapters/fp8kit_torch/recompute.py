@@ -19,7 +19,9 @@ from torch.utils.checkpoint import noop_context_fn
 
 from fp8kit.autocast import current, resumed
 from fp8kit.backends.policy import get_policy, policy_context
-from fp8kit.errors import AutogradError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
+from fp8kit.layers import recomputed
+from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.state import open_walk
 
 
@@ -43,10 +45,7 @@ class _Pass:
         self.position = 0
 
     def next(self, owner: object) -> Kept:
-        kept = self.calls[self.position] if self.position < len(self.calls) else None
-        if kept is None or kept.owner is not owner:
-            got = f"{type(owner).__name__} as FP8 layer {self.position}"
-            raise AutogradError(expected("checkpoint", "function", got, "the same layers in the same order as in the first pass"))
+        kept: Kept = recomputed(self.calls, self.position, owner)
         self.position += 1
         return kept
 
@@ -154,12 +153,12 @@ def checkpoint(
     second pass does not run the FP8 layers of the first.
     """
     if not callable(function):
-        raise Fp8kitError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
+        raise ArgumentError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
     for name, value, neutral in (("distribute_saved_activations", distribute_saved_activations, False), ("tp_group", tp_group, None)):
         if value not in (neutral, None):
-            raise Fp8kitError(expected("checkpoint", name, value, f"{neutral}: there is no tensor parallelism yet"))
+            raise ArgumentError(expected("checkpoint", name, value, f"{neutral}: there is no tensor parallelism yet"))
     if torch.compiler.is_compiling():
-        raise NotImplementedError("fp8kit_torch: checkpoint is not supported within torch.compile, whose partitioner decides what is kept")
+        raise not_compiled("checkpoint")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     around = _Around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)
@@ -175,7 +174,7 @@ def checkpoint(
         return torch_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (around.one(), around.again()),
                                 determinism_check=determinism_check, debug=debug)
     if context_fn is not noop_context_fn or debug or determinism_check != "default":
-        raise Fp8kitError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "their defaults with use_reentrant=True"))
+        raise ArgumentError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "their defaults with use_reentrant=True"))
     passes = iter((around.one(),))
 
     def call(*given: Any) -> Any:

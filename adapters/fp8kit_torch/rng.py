@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 
 
 def get_rng_state() -> Tensor:
@@ -49,9 +49,9 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """A new state by the name, started from ``seed``. Fp8kitError for a name or a seed that is taken."""
         if seed in self.seeds_:
-            raise Fp8kitError(expected("CudaRNGStatesTracker.add", "seed", seed, "one that no state has"))
+            raise ArgumentError(expected("CudaRNGStatesTracker.add", "seed", seed, "one that no state has"))
         if name in self.states_:
-            raise Fp8kitError(expected("CudaRNGStatesTracker.add", "name", repr(name), "one that no state has"))
+            raise ArgumentError(expected("CudaRNGStatesTracker.add", "name", repr(name), "one that no state has"))
         before = get_rng_state()
         if torch.cuda.is_available():
             torch.cuda.manual_seed(seed)
@@ -66,7 +66,7 @@ class CudaRNGStatesTracker:
         """Draw from the state ``name`` within; it goes on where it was left. Fp8kitError for an unknown name."""
         if name not in self.states_:
             known = ", ".join(self.states_) or "none was added"
-            raise Fp8kitError(expected("CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})"))
+            raise ArgumentError(expected("CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})"))
         before = get_rng_state()
         set_rng_state(self.states_[name])
         try:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.errors import Fp8kitError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import only, positive
-from fp8kit_torch.module import default_device
+from fp8kit_torch.parameters import placed
 from fp8kit_torch.specs import spec_for
 
 
@@ -32,19 +33,19 @@ class RotaryPositionEmbedding(torch.nn.Module):
         op = "RotaryPositionEmbedding"
         positive(op, dim=dim)
         if not 0 < rotary_percent <= 1:
-            raise Fp8kitError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
+            raise ArgumentError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
         if not rotary_base > 0:
-            raise Fp8kitError(expected(op, "rotary_base", rotary_base, "a positive number"))
+            raise ArgumentError(expected(op, "rotary_base", rotary_base, "a positive number"))
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             wanted = "both or neither of it and pretrained_max_position_embeddings"
-            raise Fp8kitError(expected(op, "seq_len_interpolation_factor", seq_len_interpolation_factor, wanted))
+            raise ArgumentError(expected(op, "seq_len_interpolation_factor", seq_len_interpolation_factor, wanted))
         self.rotated = int(dim * rotary_percent)
         if self.rotated % 2 or self.rotated == 0:
-            raise Fp8kitError(expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"))
+            raise ArgumentError(expected(op, "dim", f"{dim}, of which {self.rotated} are turned", "an even number of them"))
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = float(rotary_base), bool(interleaved)
-        where = default_device() if device is None else torch.device(device)
+        where = placed(op, device)
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=where) / self.rotated
         self.register_buffer("inv_freq", 1.0 / self.rotary_base**exponents, persistent=False)
 
@@ -85,7 +86,7 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", 
     op = "apply_rotary_pos_emb"
     only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
     if tensor_format not in FORMATS:
-        raise Fp8kitError(expected(op, "tensor_format", repr(tensor_format), f"one of {', '.join(FORMATS)}"))
+        raise ArgumentError(expected(op, "tensor_format", repr(tensor_format), f"one of {', '.join(FORMATS)}"))
     if t.ndim != len(tensor_format):
         raise ShapeError(expected(op, "t", f"shape {tuple(t.shape)}", f"{len(tensor_format)} dimensions, {tensor_format}"))
     inputs = {"x": t, "freqs": angles(op, "freqs", freqs, t.device)}
@@ -95,3 +96,26 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", 
             inputs[name] = value.to(t.device)
     heads, dim = t.shape[-2:]
     return run("rope", spec_for("RopeSpec", ((heads, dim, "freqs"),), tensor_format, bool(interleaved)), inputs)["y"]
+
+
+def apply_fused_qkv_rotary_pos_emb(qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor, qkv_split_arg_list: Sequence[int],
+                                   tensor_format: str = "sbhd", start_positions: Tensor | None = None, interleaved: bool = False,
+                                   cu_seqlens: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries, keys, values) of a packed projection, queries and keys turned; differentiable in ``qkv``.
+
+    * ``qkv``: h (s, b, g, n) or (b, s, g, n): for each of g groups its queries', its key's and its value's features, as many as
+      ``qkv_split_arg_list`` (h / g d, d, d) says. ``q_freqs``, ``k_freqs``: angles, as ``freqs`` of ``apply_rotary_pos_emb``.
+    * Others as there; "thd", and so ``cu_seqlens``, is refused.
+
+    Returns h (s, b, h, d), (s, b, g, d), (s, b, g, d), or b first. Raises Fp8kitError kinds for what does not fit.
+    """
+    op, sizes = "apply_fused_qkv_rotary_pos_emb", [int(n) for n in qkv_split_arg_list]
+    only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cu_seqlens": (cu_seqlens, None)})
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ArgumentError(expected(op, "tensor_format", repr(tensor_format), "sbhd or bshd"))
+    if qkv.ndim != 4 or len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] or sizes[1] != sizes[2]:
+        wanted = "(s, b, groups, features) whose features are those of some queries, of a key and of a value"
+        raise ShapeError(expected(op, "qkv", f"shape {tuple(qkv.shape)} of {sizes}", wanted))
+    q, k, v = (part.reshape(*qkv.shape[:2], -1, sizes[1]) for part in qkv.split(sizes, -1))
+    turned = [apply_rotary_pos_emb(t, freqs, tensor_format, start_positions, interleaved) for t, freqs in ((q, q_freqs), (k, k_freqs))]
+    return turned[0], turned[1], v

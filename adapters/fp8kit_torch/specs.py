@@ -17,10 +17,17 @@ from fp8kit_torch.autocast import recipe_of
 from fp8kit_torch.texts import SPECS, decode, encode
 
 
-def layer_spec(spec: Any, fp8: Fp8 | None, cached: bool, bias: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    """``spec`` with its products in FP8 or not, their weights cached or not, ``bias`` of the last one, ``options`` as further fields."""
+def layer_products(spec: Any) -> list[ProductSpec]:
+    """The products of a layer's spec, in order."""
+    return [value for value in vars(spec).values() if isinstance(value, ProductSpec)]
+
+
+def layer_spec(spec: Any, fp8: Fp8 | None, cached: bool, bias: str, options: tuple[tuple[str, Any], ...],
+               more: tuple[tuple[str, Any], ...] = ()) -> Any:
+    """``spec`` with its products in FP8 or not, their weights cached or not, ``bias`` of the last one, ``options`` as further fields, and
+    ``more`` as further fields of the products."""
     names = [field.name for field in dataclasses.fields(spec) if isinstance(getattr(spec, field.name), ProductSpec)]
-    changes = {name: dataclasses.replace(getattr(spec, name), fp8=fp8, weight_cached=cached) for name in names}
+    changes = {name: dataclasses.replace(getattr(spec, name), fp8=fp8, weight_cached=cached, **dict(more)) for name in names}
     changes[names[-1]] = dataclasses.replace(changes[names[-1]], bias=bias)
     return dataclasses.replace(spec, **changes, **dict(options))
 
@@ -31,7 +38,7 @@ def layer_text(spec: str, recipe: tuple[Any, ...], cached: bool, bias: str, opti
     fp8 = fp8_from_recipe(recipe_of(recipe)) if recipe else None
     found = layer_spec(decode(spec), fp8, cached, bias, options)
     if cast >= 0:
-        found = LinearSpec([value for value in vars(found).values() if isinstance(value, ProductSpec)][cast])
+        found = LinearSpec(layer_products(found)[cast])
     return encode(found)
 
 

@@ -22,6 +22,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FIELDS
 from fp8kit_torch.views import as_view
 
+_DISTRIBUTED = dist.is_available()
 _HANDLES = itertools.count(1)
 _LIVE: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _HELD: list[None] = []  # of all threads: backward has its own
@@ -115,12 +116,14 @@ def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
     """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where there are several processes
     and the recipe says so, their amaxes are reduced before."""
     fp8_max = (recipe.forward_format if forward else recipe.backward_format).max
-    if recipe.delayed() and recipe.reduce_amax and dist.is_available() and dist.is_initialized():  # type: ignore[attr-defined]
+    if _DISTRIBUTED and dist.is_initialized() and recipe.delayed() and recipe.reduce_amax:  # type: ignore[attr-defined]
         _reduce(states)
-    for device in dict.fromkeys(state.device for state in states):
-        own = [state for state in states if state.device == device]
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.kind == "cuda" else 0
-        scaling.update(recipe, own, fp8_max, stream)
+    scaling.update(recipe, states, fp8_max, _stream)
+
+
+def _stream(device: Device) -> int:
+    """torch's current stream of a device."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.kind == "cuda" else 0
 
 
 def _reduce(states: Sequence[Any]) -> None:
@@ -151,12 +154,31 @@ def held() -> Iterator[None]:
         _HELD.pop()
 
 
+class _Walk:
+    """The end of a backward pass, called by autograd's engine. Where the pass fails the engine lets go of it uncalled: then what the pass
+    recorded is dropped."""
+
+    def __init__(self, walk: int) -> None:
+        self.walk = walk
+
+    def __call__(self) -> None:
+        for recipe, states in _WALKS.pop(self.walk).values():
+            update(recipe, list(states.values()), forward=False)
+
+    def __del__(self) -> None:
+        for _, states in _WALKS.pop(self.walk, {}).values():
+            for state in states.values():
+                if state.scale.is_cuda:
+                    torch.cuda.synchronize(state.scale.device)  # what failed may still be running, on any stream
+                state.drop()
+
+
 def open_walk() -> int:
     """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one."""
     walk = int(torch._C._current_graph_task_id())
     if walk not in _WALKS:
         _WALKS[walk] = {}
-        torch.autograd.Variable._execution_engine.queue_callback(_ended(walk))
+        torch.autograd.Variable._execution_engine.queue_callback(_Walk(walk))
     return walk
 
 
@@ -169,14 +191,6 @@ def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None
     if found is None:
         found = groups[id(recipe)] = (recipe, {})
     found[1][id(state)] = state
-
-
-def _ended(walk: int) -> Callable[[], None]:
-    def end() -> None:
-        for recipe, states in _WALKS.pop(walk).values():
-            update(recipe, list(states.values()), forward=False)
-
-    return end
 
 
 def moved(states: Mapping[str, ScalingState], fn: Callable[[Tensor], Tensor]) -> dict[str, ScalingState]:

@@ -1,7 +1,7 @@
 """``as_transformer_engine``: programs written for Transformer Engine import this door under that name. Nothing here happens by itself.
 
-Only names change: ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``, and what is not in it is not there under the other name
-either.
+Only names change: ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of Transformer Engine that there is nothing for
+can be imported and say so when they are used (``te_later``); any others are not there.
 """
 
 from __future__ import annotations
@@ -16,22 +16,50 @@ from typing import Any
 
 from fp8kit import recipe as recipes
 from fp8kit.errors import BackendError, RecipeError, expected
+from fp8kit_torch.te_later import later
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
-# module under the other name -> module here; several where its names are spread over them
+# module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
-    "transformer_engine.pytorch": ("fp8kit_torch",),
-    "transformer_engine.pytorch.optimizers": ("fp8kit_torch.optimizers",),
-    "transformer_engine.pytorch.fp8": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized"),
-    "transformer_engine.pytorch.quantization": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized"),
-    "transformer_engine.pytorch.tensor": ("fp8kit_torch.quantized",),
-    "transformer_engine.pytorch.distributed": ("fp8kit_torch.recompute", "fp8kit_torch.rng"),
-    "transformer_engine.pytorch.graph": ("fp8kit_torch.graphs",),
-    "transformer_engine.pytorch.cross_entropy": ("fp8kit_torch.cross_entropy",),
-    "transformer_engine.pytorch.permutation": ("fp8kit_torch.moe",),
-    "transformer_engine.pytorch.module": ("fp8kit_torch",),
-    "transformer_engine.pytorch.attention": ("fp8kit_torch",),
-    "transformer_engine.pytorch.transformer": ("fp8kit_torch",),
+    "": ("fp8kit_torch",),
+    "optimizers": ("fp8kit_torch.optimizers",),
+    "fp8": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized", "fp8kit_torch.global_state"),
+    "quantization": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized", "fp8kit_torch.global_state"),
+    "tensor": ("fp8kit_torch.quantized",),
+    "tensor.float8_tensor": ("fp8kit_torch.quantized",),
+    "tensor.quantized_tensor": ("fp8kit_torch.quantized",),
+    "tensor.utils": (),
+    "float8_tensor": ("fp8kit_torch.quantized",),
+    "quantized_tensor": ("fp8kit_torch.quantized",),
+    "distributed": ("fp8kit_torch.recompute", "fp8kit_torch.rng"),
+    "graph": ("fp8kit_torch.graphs",),
+    "cross_entropy": ("fp8kit_torch.cross_entropy",),
+    "permutation": ("fp8kit_torch.moe",),
+    "router": (),
+    "ep": (),
+    "cpu_offload": ("fp8kit_torch.te_later",),
+    "export": ("fp8kit_torch.te_later",),
+    "utils": ("fp8kit_torch.availability",),
+    "cpp_extensions": ("fp8kit_torch.gemms",),
+    "cpp_extensions.gemm": ("fp8kit_torch.gemms",),
+    "ops": ("fp8kit_torch.fusible",),
+    "ops.basic": ("fp8kit_torch.fusible",),
+    "module": ("fp8kit_torch",),
+    "module.base": ("fp8kit_torch.module",),
+    "module.linear": ("fp8kit_torch.linear",),
+    "module.grouped_linear": ("fp8kit_torch.grouped_linear",),
+    "module.layernorm": ("fp8kit_torch.norm",),
+    "module.rmsnorm": ("fp8kit_torch.norm",),
+    "module.layernorm_linear": ("fp8kit_torch.norm_linear",),
+    "module.layernorm_mlp": ("fp8kit_torch.norm_mlp",),
+    "module.fp8_padding": ("fp8kit_torch.padding",),
+    "module.fp8_unpadding": ("fp8kit_torch.padding",),
+    "attention": ("fp8kit_torch",),
+    "attention.rope": ("fp8kit_torch.rope",),
+    "attention.dot_product_attention": ("fp8kit_torch.dot_product_attention",),
+    "attention.multi_head_attention": ("fp8kit_torch.attention",),
+    "attention.inference": ("fp8kit_torch.inference",),
+    "transformer": ("fp8kit_torch",),
 }
 _NEUTRAL = {"interval": 1, "override_linear_precision": (False, False, False)}
 
@@ -67,7 +95,25 @@ def _module(name: str, parts: Iterable[ModuleType], package: bool = True) -> Mod
     for part in parts:
         for key in getattr(part, "__all__", None) or [key for key in vars(part) if not key.startswith("_")]:
             setattr(made, key, getattr(part, key))
+    made.__getattr__ = lambda key: later(name, key)  # type: ignore[method-assign]
     return made
+
+
+def _hang(top: ModuleType, made: dict[str, ModuleType]) -> None:
+    """Make the modules attributes of those that they are in. Where the door itself has a module of that name, it gets what it lacks."""
+    for name, module in made.items():
+        above, _, last = name.rpartition(".")
+        at: Any = top
+        for part in above.split(".") if above else ():
+            at = getattr(at, part)
+        for parent in (at, made.get(above, at)):
+            known = vars(parent).get(last)
+            if known is None:
+                setattr(parent, last, module)
+            elif isinstance(known, ModuleType) and known is not module:
+                for key, value in vars(module).items():
+                    if not key.startswith("_") or key == "__getattr__":
+                        vars(known).setdefault(key, value)
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -113,9 +159,11 @@ def as_transformer_engine() -> ModuleType:
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
     made = {"transformer_engine": _module("transformer_engine", []), "transformer_engine.common": _module("transformer_engine.common", []),
             "transformer_engine.common.recipe": recipe}
-    for name, targets in _SAME.items():
-        parts = [importlib.import_module(target) for target in targets]
-        made[name] = parts[0] if name == "transformer_engine.pytorch" else _module(name, parts)
+    named = {name: [importlib.import_module(target) for target in targets] for name, targets in _SAME.items()}
+    top, base = named.pop("")[0], "transformer_engine.pytorch"
+    below = {name: _module(f"{base}.{name}", parts) for name, parts in named.items()}
+    _hang(top, below)
+    made |= {base: top} | {f"{base}.{name}": module for name, module in below.items()}
     whole = made["transformer_engine"]
     whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
     whole.common, whole.pytorch = made["transformer_engine.common"], made["transformer_engine.pytorch"]  # type: ignore[attr-defined]

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
+from fp8kit.layers import known_options
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse
-from fp8kit_torch.attention import MultiheadAttention, known_options, sequence_starts
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit_torch.attention import MultiheadAttention, sequence_starts
 from fp8kit_torch.dot_product_attention import one_of
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
-from fp8kit_torch.module import Init, want_input
 from fp8kit_torch.norm import LayerNorm, RMSNorm
 from fp8kit_torch.norm_mlp import LayerNormMLP
+from fp8kit_torch.parameters import Init
 from fp8kit_torch.specs import spec_for
 
 # what the attention across has in common with the layer's own
@@ -73,15 +74,15 @@ class TransformerLayer(torch.nn.Module):
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
         for argument, p in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
             if not 0 <= p < 1:
-                raise Fp8kitError(expected(op, argument, p, "a probability in [0, 1)"))
+                raise ArgumentError(expected(op, argument, p, "a probability in [0, 1)"))
         decoder = one_of(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
         if decoder and attn_input_format == "thd":
-            raise Fp8kitError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
+            raise ArgumentError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
         alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
                  "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False)}
         for argument, (value, usual) in alone.items():
             if parallel_attention_mlp and value != usual:
-                raise Fp8kitError(expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp"))
+                raise ArgumentError(expected(op, argument, repr(value), f"{usual!r} with parallel_attention_mlp"))
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = hidden_size, float(hidden_dropout), float(drop_path_rate)
         self.layer_number, self.name, self.layer_type, self.attn_input_format = layer_number, name, layer_type, attn_input_format
         self.parallel_attention_mlp = bool(parallel_attention_mlp)
@@ -135,10 +136,10 @@ class TransformerLayer(torch.nn.Module):
         known_options(op, options)
         x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)
         if self.inter_attention is not None and encoder_output is None:
-            raise Fp8kitError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))
+            raise ArgumentError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))
         for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):
             if self.inter_attention is None and value is not None:
-                raise Fp8kitError(expected(op, name, "a tensor", "None with layer_type 'encoder'"))
+                raise ArgumentError(expected(op, name, "a tensor", "None with layer_type 'encoder'"))
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp

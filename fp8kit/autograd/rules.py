@@ -16,7 +16,8 @@ from fp8kit.autograd.tape import Edge, Node
 from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
-from fp8kit.formats import DType
+from fp8kit.formats import DType, uint8
+from fp8kit.scratch import scratch
 from fp8kit.spec import Meta, Operation, Plan
 
 _PLANS: dict[Any, Ready] = {}
@@ -46,6 +47,17 @@ class Block:
             return {}
         ptr, owner = arrays.provider(device).alloc(self.size, device)
         return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
+
+    def room(self, device: arrays.Device, stream: int) -> dict[str, ArrayView]:
+        """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``fp8kit.scratch``; not to be changed."""
+        if not self.parts:
+            return {}
+        room = scratch.room(self.size, device, stream)
+        views: dict[str, ArrayView] | None = room.carved.get(self)
+        if views is None:
+            views = {n: ArrayView(room.ptr + at, shape, dtype, device, room.owner) for n, at, shape, dtype in self.parts}
+            room.carved[self] = views
+        return views
 
 
 class Ready(NamedTuple):
@@ -78,20 +90,30 @@ def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | No
 
 
 def allocate(metas: Mapping[str, Meta], device: arrays.Device, given: Mapping[str, ArrayView] = _NOTHING) -> dict[str, ArrayView]:
-    """A buffer for each meta, zeroed where it asks for that; ``given`` ones are used as they are."""
-    alloc = arrays.provider(device).alloc
-    out = {}
+    """A buffer for each meta; ``given`` ones are used as they are. Those that want zeros lie in one piece of memory, zeroed at once."""
+    provider = arrays.provider(device)
+    alloc = provider.alloc
+    out: dict[str, ArrayView] = {}
+    zeroed: list[tuple[ArrayView, int]] = []
+    size = 0
     for name, meta in metas.items():
         own = given.get(name)
         if own is None:
-            size = meta.dtype.itemsize
-            for n in meta.shape:
-                size *= n
-            ptr, owner = alloc(size, device)
-            own = ArrayView(ptr, meta.shape, meta.dtype, device, owner)
+            shape, dtype = meta.shape, meta.dtype
+            nbytes = math.prod(shape) * dtype.itemsize
             if meta.zero:
-                arrays.zero_(own)
+                own = ArrayView(0, shape, dtype, device)
+                zeroed.append((own, size))
+                size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            else:
+                ptr, owner = alloc(nbytes, device)
+                own = ArrayView(ptr, shape, dtype, device, owner)
         out[name] = own
+    if zeroed:
+        ptr, owner = alloc(size, device)
+        provider.fill_zero(ArrayView(ptr, (size,), uint8, device, owner), provider.current_stream(device))
+        for own, offset in zeroed:
+            own.ptr, own.owner = ptr + offset, owner
     return out
 
 
@@ -149,7 +171,8 @@ def apply(
     signature = plan.signature
     outputs = allocate(signature.outputs, device, given)
     saved = ready.saved.carve(device)
-    operation.forward(plan, views, outputs, saved, ready.scratch.carve(device), arrays.current_stream(device))
+    stream = arrays.current_stream(device)
+    operation.forward(plan, views, outputs, saved, ready.scratch.room(device, stream), stream)
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = _passed(inputs[source], views[source])
@@ -222,7 +245,8 @@ def _record(
         if watcher is not None:
             watcher.backward(where, by_name, {})
         grads = allocate(signature.grads, device, given)
-        operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.carve(device), arrays.current_stream(device))
+        stream = arrays.current_stream(device)
+        operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.room(device, stream), stream)
         if watcher is not None:
             watcher.backward(where, {}, {name: grads[name] for name in wanted if name in grads})
         return [

@@ -1,31 +1,28 @@
 """Choosing implementations: from a device and the policy in force to one object that has every kernel of the contract.
 
-The choice is made once per (device kind, policy, registry version) and cached, so that a call costs one dictionary look-up.
+This is the process's own registry and manager. The choice is made once per device and policy and kept until the registry changes, so that a
+call costs one dictionary look-up.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-import threading
-from collections.abc import Callable
-from types import SimpleNamespace
+import hashlib
 from typing import Any
 
 from fp8kit import arrays, settings
 from fp8kit.arguments import choice
-from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends import policy as policies
-from fp8kit.backends.policy import SelectionPolicy, Switch
-from fp8kit.backends.protocol import KERNELS, block_shapes
-from fp8kit.backends.registry import CannotTake, Kind, OpImpl, OpRegistry
+from fp8kit.arrays import Device
+from fp8kit.backends.manager import OpManager, say_once
+from fp8kit.backends.policy import _CURRENT, SelectionPolicy, Switch, get_policy
+from fp8kit.backends.protocol import block_shapes
+from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, Kind, OpImpl, OpRegistry
 from fp8kit.errors import BackendError, expected
 
 __all__ = [
     "CannotTake",
     "Kind",
     "OpImpl",
+    "OpManager",
     "OpRegistry",
     "SelectionPolicy",
     "block_shapes",
@@ -33,61 +30,39 @@ __all__ = [
     "default_device",
     "deterministic",
     "engines",
+    "get_default_manager",
     "kernels",
+    "plugins_fingerprint",
     "registry",
+    "reset_default_manager",
+    "say_once",
     "use_backend",
 ]
 
-log = logging.getLogger("fp8kit")
-registry = OpRegistry()
+_MANAGER = OpManager()
+registry = _MANAGER.registry
 
-# engine -> (module with register(registry), device kind it serves)
-_ENGINES = {"reference": ("fp8kit.backends.reference", "cpu"), "cuda": ("fp8kit.backends.cuda", "cuda")}
-_LOADED: set[str] = set()
-_LOCK = threading.RLock()
-_RESOLVED: dict[tuple[Device, int, int], Any] = {}
-_SWITCHED: set[tuple[str, str]] = set()
+
+def get_default_manager() -> OpManager:
+    """The process's manager: what layers, optimisers and doors choose by."""
+    return _MANAGER
+
+
+def reset_default_manager() -> None:
+    """Forget every implementation and choice of the process's manager; the next call registers the engines and plugins anew."""
+    _MANAGER.reset()
 
 
 def engines() -> dict[str, str]:
-    """The engines that come with fp8kit: name -> device kind."""
-    return {name: kind for name, (_, kind) in _ENGINES.items()}
-
-
-def _load(kind: str) -> None:
-    """Register the engines that serve a device kind, once."""
-    for name, (module, served) in _ENGINES.items():
-        if served == kind and name not in _LOADED:
-            with _LOCK:
-                if name not in _LOADED:
-                    importlib.import_module(module).register(registry)
-                    _LOADED.add(name)
+    """The engines that there are: name -> device kinds that it serves, separated by commas. fp8kit's own come first."""
+    _MANAGER.discovered()
+    found = {name: ", ".join(sorted(kinds)) for name, kinds in registry.engines().items() if name not in IN_TREE}
+    return {**IN_TREE, **dict(sorted(found.items()))}
 
 
 def candidates(op_name: str, device: Device, policy: SelectionPolicy | None = None) -> tuple[list[OpImpl], list[tuple[OpImpl, str]]]:
     """Implementations of a kernel for a device, in the order to try them, and those left out with the reason."""
-    policy = policy or policies.get_policy()
-    _load(device.kind)
-    usable, refused = [], []
-    for impl in registry.get_implementations(op_name):
-        why = policy.refuses(impl)
-        if why is None and device.kind not in impl.devices:
-            why = f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
-        if why is None and impl.min_arch is not None and _arch(device) < impl.min_arch:
-            why = f"needs compute capability {impl.min_arch / 10}, {device} has {_arch(device) / 10}"
-        if why is None:
-            usable.append(impl)
-        else:
-            refused.append((impl, why))
-    order = policy.order(op_name, usable)
-    refused += [(impl, "not named by per_op") for impl in usable if impl not in order]
-    return order, refused
-
-
-def _arch(device: Device) -> int:
-    """Compute capability times ten, 0 for devices that have none."""
-    ask = getattr(arrays.provider(device), "arch", None)
-    return int(ask(device)) if ask is not None else 0
+    return _MANAGER.candidates(op_name, device, policy)
 
 
 def kernels(device: Device) -> Any:
@@ -95,76 +70,64 @@ def kernels(device: Device) -> Any:
 
     Raises BackendError that names the kernel and each implementation's reason when none may be used.
     """
-    policy = policies.get_policy()
-    key = (device, id(policy), registry.version)
-    found = _RESOLVED.get(key)
-    if found is None:
-        _load(device.kind)
-        chosen = {name: _choose(name, device, policy) for name in KERNELS}
-        found = SimpleNamespace(policy=policy, **chosen)
-        _RESOLVED[(device, id(policy), registry.version)] = found
-    return found
+    policy = _CURRENT.get() or get_policy()
+    found = policy.chosen.get(device)
+    return _chosen(device, policy) if found is None else found
 
 
-def _choose(name: str, device: Device, policy: SelectionPolicy) -> Callable[..., Any]:
-    usable, refused = candidates(name, device, policy)
-    if not usable:
-        reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
-        raise BackendError(expected(name, "array", f"device {device}", f"a device that an allowed engine serves ({reasons})"))
-    checked = [_checked(impl) for impl in usable]
-    return checked[0] if policy.strict or len(checked) == 1 else _chain(usable, checked)
+def _chosen(device: Device, policy: SelectionPolicy) -> Any:
+    with LOCK:  # what is kept here is forgotten with the manager's own when the registry changes
+        policy.chosen[device] = found = _MANAGER.choose(device, policy)
+        return found
 
 
-def _checked(impl: OpImpl) -> Callable[..., Any]:
-    """The implementation, behind a look at the first array's dtype where it does not take all."""
-    if impl.supported_dtypes is None:
-        return impl.fn
-
-    @functools.wraps(impl.fn)
-    def call(*args: Any, **named: Any) -> Any:
-        first = next((a for a in (*args, *named.values()) if isinstance(a, ArrayView)), None)
-        if first is not None and first.dtype.name not in (impl.supported_dtypes or ()):
-            raise CannotTake(f"{impl.impl_id}: dtype {first.dtype.name} is not among {sorted(impl.supported_dtypes or ())}")
-        return impl.fn(*args, **named)
-
-    return call
+_FINGERPRINT: tuple[int, str] = (-1, "")
 
 
-def _chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[..., Any]:
-    """Try the next implementation when, and only when, one says that it cannot take the call. Each switch is logged once."""
-
-    @functools.wraps(functions[0])
-    def call(*args: Any, **named: Any) -> Any:
-        for impl, function in zip(impls[:-1], functions[:-1], strict=True):
-            try:
-                return function(*args, **named)
-            except CannotTake as reason:
-                if (impl.impl_id, str(reason)) not in _SWITCHED:
-                    _SWITCHED.add((impl.impl_id, str(reason)))
-                    log.warning("%s: %s cannot take the call (%s); the next implementation does", impl.op_name, impl.impl_id, reason)
-        return functions[-1](*args, **named)
-
-    return call
+def plugins_fingerprint() -> str:
+    """What is registered beside fp8kit's own engines, as a short text that is the same in every process with the same plugins; "" where
+    nothing is."""
+    global _FINGERPRINT
+    _MANAGER.discovered()
+    version, text = _FINGERPRINT
+    if version != registry.version:
+        version = registry.version
+        every = [impl for impls in registry.snapshot().impls_by_op.values() for impl in impls if impl.engine not in IN_TREE]
+        said = [" ".join(map(str, (i.op_name, i.impl_id, i.kind.value, i.vendor, i.priority, i.min_arch, sorted(i.devices),
+                                   i.supported_dtypes and sorted(i.supported_dtypes)))) for i in every]  # fmt: skip
+        text = f"{hashlib.sha256(chr(10).join(sorted(said)).encode()).hexdigest()[:16]}.{registry.restored}" if said else ""
+        _FINGERPRINT = version, text
+    return text
 
 
 def default_device() -> Device:
     """Where ``device=None`` puts things: ``fk.use_backend``'s device, FP8KIT_DEVICE, CUDA where it is usable, else the CPU."""
-    backend = policies.get_policy().backend
-    if backend is not None:
-        return Device(_ENGINES[backend][1])
+    backend = get_policy().backend
     named = settings.device()
+    if backend is not None:
+        if backend in IN_TREE:
+            return Device(IN_TREE[backend])
+        served = registry.engines().get(backend, frozenset())
+        if named and arrays.device(named).kind in served:
+            return arrays.device(named)
+        usable = [kind for kind in ("cuda", *sorted(served - {"cuda"})) if kind in served and arrays.available(kind)]
+        if usable:
+            return Device(usable[0])
+        wanted = f"one of the engine's devices usable here: {', '.join(sorted(served))}"
+        raise BackendError(expected("device", "None", f"use_backend({backend!r})", wanted))
     if named:
         return arrays.device(named)
     return Device("cuda") if arrays.available("cuda") else arrays.CPU
 
 
 def use_backend(name: str | None) -> Switch:
-    """Use one engine only: new arrays are placed on its device, and an array anywhere else is a BackendError.
+    """Use one engine: new arrays are placed on its device, and an array anywhere else is a BackendError.
 
-    ``name`` is "reference" or "cuda", None lifts the restriction. Holds from now on; as ``with fk.use_backend(...):`` for a block.
+    ``name`` is "reference" or "cuda", and nothing else computes then; or a plugin's engine, which goes first in the kernels that it has,
+    while the others of its devices fill in. None lifts the restriction. Holds from now on; as ``with fk.use_backend(...):`` for a block.
     """
     if name is not None:
-        choice("use_backend", "name", name, _ENGINES, BackendError)
+        choice("use_backend", "name", name, IN_TREE if name in IN_TREE else engines(), BackendError)
     return Switch(backend=name)
 
 

@@ -1,19 +1,33 @@
-"""Which implementation is preferred, and which are forbidden. Policies are values; the one in force is per thread.
+"""Which implementation is preferred, and which are forbidden. Policies are values; blocks put one in force.
 
 A policy is read when an operation's plan is made and travels with it from forward to backward, so that a backward pass that runs
 on another thread makes the same choice.
+
+A block holds for its thread, or, within asyncio, for its task: the policy in force is a ``ContextVar``. ``torch.compile`` cannot read one
+within a compiled function, but it can read, and guard, a ``threading.local``. So the policy of blocks that were entered outside of tasks
+also stands there: ``traced_policy`` reads it. Where a task's own block says something else, ``apart`` is true, and the torch door refuses.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fp8kit import settings
-from fp8kit.backends.registry import OpImpl
+from fp8kit.arrays import Device
+from fp8kit.backends.protocol import KERNELS
+from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
+from fp8kit.errors import BackendError, expected
+
+PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (Kind.DEFAULT.value, Kind.VENDOR.value, Kind.REFERENCE.value)
 
 
 @dataclass(frozen=True)
@@ -22,84 +36,209 @@ class SelectionPolicy:
 
     * ``prefer``: kind tried first: "default", "vendor" or "reference"; the others follow by priority.
     * ``strict``: only the first choice; when it cannot take a call, that is the caller's error.
-    * ``allow_vendors``, ``deny_vendors``: by vendor name; deny wins. None allows all.
-    * ``per_op``: ``((kernel, (token, ...)), ...)``; a token is a kind, ``vendor:NAME`` or ``impl:ID``, and replaces the order.
-    * ``backend``: engine that alone may be used ("reference", "cuda"), None for all.
+    * ``allow_vendors``, ``deny_vendors``: by vendor name, upper or lower case; deny wins. None allows all.
+    * ``per_op``: ``((kernel, (token, ...)), ...)`` or a mapping; a token is a kind, ``vendor:NAME`` or ``impl:ID``. They replace the order:
+      what no token means is left out.
+    * ``backend``: an engine. One of fp8kit's own ("reference", "cuda") alone may be used then; a plugin's goes first in what it implements,
+      the others of its devices fill in. None for all.
     * ``deterministic``: only algorithms that give the same bits every time.
+    * ``overrides``: ``((kernel, OpImpl), ...)``: implementations that take the place of every other one of their kernel, on the devices
+      that they name. Of several for one kernel and device the last counts.
+
+    BackendError for a kernel that the contract does not have, a token or a kind that is none. ``text`` says the policy as a string, for
+    compiled programs; see ``policy_from_text``.
     """
 
-    prefer: str = "vendor"
+    prefer: str = PREFER_VENDOR
     strict: bool = False
     allow_vendors: frozenset[str] | None = None
     deny_vendors: frozenset[str] = frozenset()
     per_op: tuple[tuple[str, tuple[str, ...]], ...] = ()
     backend: str | None = None
     deterministic: bool = False
+    overrides: tuple[tuple[str, OpImpl], ...] = ()
+    text: str = field(init=False, compare=False, repr=False)
+    chosen: dict[Device, Any] = field(init=False, compare=False, repr=False, default_factory=dict)  # the process's kernels under it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefer", _kind("prefer", self.prefer))
+        for name in ("strict", "deterministic"):
+            object.__setattr__(self, name, bool(getattr(self, name)))
+        for name in ("allow_vendors", "deny_vendors"):
+            object.__setattr__(self, name, _vendors(name, getattr(self, name)))
+        order = self.per_op.items() if isinstance(self.per_op, Mapping) else self.per_op
+        object.__setattr__(self, "per_op", tuple((name, tuple(_token(name, token) for token in tokens)) for name, tokens in order))
+        object.__setattr__(self, "overrides", tuple((name, impl) for name, impl in self.overrides))
+        for name, impl in self.overrides:
+            if not isinstance(impl, OpImpl) or impl.op_name != name:
+                raise BackendError(expected("SelectionPolicy", "overrides", f"{name!r}: {impl!r}", "an OpImpl of that kernel"))
+        object.__setattr__(self, "text", _text(self))
+
+    def __reduce__(self) -> Any:
+        return policy_from_text, (self.text,)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None = None, /, **more: Any) -> SelectionPolicy:
+        """A policy from plain values (a configuration file): the fields by name, ``per_op_order`` another name of ``per_op``. BackendError
+        for a name that is no field."""
+        given = {**(values or {}), **more}
+        if "per_op_order" in given:
+            given["per_op"] = given.pop("per_op_order")
+        known = [item.name for item in fields(cls) if item.init]
+        wrong = sorted(set(given) - set(known))
+        if wrong:
+            raise BackendError(expected("SelectionPolicy", "from_dict", ", ".join(wrong), f"some of {', '.join(known)}"))
+        return cls(**given)
+
+    def fingerprint(self) -> str:
+        """The policy as a string: equal for equal policies (of one process, where there are overrides)."""
+        return _intern(self).text
 
     def refuses(self, impl: OpImpl) -> str | None:
         """Why this policy forbids an implementation, or None."""
-        if self.backend is not None and impl.engine != self.backend:
+        if self.backend in IN_TREE and impl.engine != self.backend:
             return f"use_backend({self.backend!r}) is in force"
-        if impl.vendor is not None and impl.vendor in self.deny_vendors:
+        vendor = None if impl.vendor is None else impl.vendor.casefold()
+        if vendor is not None and vendor in self.deny_vendors:
             return f"vendor {impl.vendor!r} is denied"
-        if impl.vendor is not None and self.allow_vendors is not None and impl.vendor not in self.allow_vendors:
+        if vendor is not None and self.allow_vendors is not None and vendor not in self.allow_vendors:
             return f"vendor {impl.vendor!r} is not among the allowed"
         return None
 
     def order(self, op_name: str, impls: list[OpImpl]) -> list[OpImpl]:
-        """The implementations in the order to try them; those that ``per_op`` does not name are left out."""
+        """The implementations in the order to try them; those that ``per_op`` does not name are left out. ``impls`` come by priority."""
         tokens = dict(self.per_op).get(op_name)
         if tokens is None:
-            return sorted(impls, key=lambda i: i.kind.value != self.prefer)
-        return [impl for token in tokens for impl in impls if _matches(token, impl)]
+            return sorted(impls, key=lambda i: (i.engine != self.backend, i.kind.value != self.prefer))
+        return list(dict.fromkeys(impl for token in tokens for impl in impls if match_token(impl, token)))
 
 
-def _matches(token: str, impl: OpImpl) -> bool:
+def _kind(name: str, value: Any) -> str:
+    known = settings.KIND_ALIASES.get(value, value.value if isinstance(value, Kind) else value)
+    if known not in VALID_PREFER_VALUES:
+        raise BackendError(expected("SelectionPolicy", name, repr(value), f"one of {', '.join(VALID_PREFER_VALUES)}"))
+    return str(known)
+
+
+def _vendors(name: str, value: Any) -> frozenset[str] | None:
+    if value is None and name == "allow_vendors":
+        return None
+    if isinstance(value, str) or value is None:
+        raise BackendError(expected("SelectionPolicy", name, repr(value), "a set of vendors' names"))
+    return frozenset(vendor.casefold() for vendor in value)
+
+
+def _token(op_name: str, token: str) -> str:
+    if op_name in SERVES:
+        wanted = f"{' or '.join(SERVES[op_name])}: a workspace goes with its kernel"
+        raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), wanted))
+    if op_name not in KERNELS:
+        raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
     kind, _, name = token.partition(":")
-    if kind == "impl":
-        return impl.impl_id == name
-    if kind == "vendor" and name:
-        return impl.vendor == name
-    return impl.kind.value == token
+    known = settings.KIND_ALIASES.get(token, token)
+    if known in VALID_PREFER_VALUES or (kind in ("vendor", "impl") and name):
+        return known
+    raise BackendError(expected("SelectionPolicy", "per_op", repr(token), f"{', '.join(VALID_PREFER_VALUES)}, vendor:NAME or impl:ID"))
 
 
-class _State(threading.local):
-    stack: tuple[SelectionPolicy, ...] = ()
+# --- policies as texts ------------------------------------------------------------------------------------------------
+
+_BY_TEXT: weakref.WeakValueDictionary[str, SelectionPolicy] = weakref.WeakValueDictionary()  # those with overrides: functions have no text
+_KEPT: dict[str, SelectionPolicy] = {}  # of these, what compiled programs name
+_KEPT_LIMIT = 1024
 
 
-_STATE = _State()
-_LOCK = threading.Lock()
+def _text(policy: SelectionPolicy) -> str:
+    said: dict[str, Any] = {}
+    for item in fields(SelectionPolicy):
+        value = getattr(policy, item.name, None)
+        if item.init and item.name != "overrides" and value != item.default:
+            said[item.name] = sorted(value) if isinstance(value, frozenset) else value
+    if policy.overrides:
+        said["overrides"] = uuid.uuid4().hex
+    text = json.dumps(said, separators=(",", ":"))
+    if policy.overrides:
+        _BY_TEXT[text] = policy
+    return text
+
+
+def policy_from_text(text: str) -> SelectionPolicy:
+    """The policy whose ``text`` this is. One with overrides is known to the process that made it only (or one forked from it), and kept
+    from now on, the last 1024 of them: BackendError for another."""
+    said = json.loads(text)
+    if "overrides" not in said:
+        return _intern(SelectionPolicy.from_dict(said))
+    with LOCK:
+        policy = _KEPT.get(text) or _BY_TEXT.get(text)
+        if policy is None:
+            wanted = "overrides of this process that are still kept: compile anew"
+            raise BackendError(expected("policy", "overrides", said["overrides"], wanted))
+        _KEPT[text] = policy
+        if len(_KEPT) > _KEPT_LIMIT:
+            del _KEPT[next(iter(_KEPT))]
+        return policy
+
+
+# --- the policy in force ----------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    policy: SelectionPolicy | None = None  # of the innermost block that was entered outside of asyncio's tasks
+
+
+_CURRENT: ContextVar[SelectionPolicy | None] = ContextVar("fp8kit_policy", default=None)  # of the innermost block
+_THREAD = _Thread()
 _INTERNED: dict[SelectionPolicy, SelectionPolicy] = {}
+_INTERNED_LIMIT = 256  # a policy that was forgotten is another object when it comes again, and is resolved again
 _GLOBAL: SelectionPolicy | None = None
+_PENDING: dict[int, SelectionPolicy] = {}  # thread -> what a Switch will make the process's, unless it is entered as a block
 
 
 def _intern(policy: SelectionPolicy) -> SelectionPolicy:
     """Equal policies are one object, so that caches can be keyed by identity."""
-    with _LOCK:
-        return _INTERNED.setdefault(policy, policy)
+    with LOCK:
+        known = _INTERNED.pop(policy, policy)
+        _INTERNED[known] = known  # the last used stands last
+        if len(_INTERNED) > _INTERNED_LIMIT:
+            del _INTERNED[next(iter(_INTERNED))]
+        return known
 
 
 def policy_from_env() -> SelectionPolicy:
-    """The policy that the FP8KIT_* variables describe."""
+    """The policy that the FP8KIT_* variables describe. Fp8kitError for a value that is none."""
     return SelectionPolicy(
         settings.prefer(),
         settings.strict(),
         settings.allow_vendors(),
         settings.deny_vendors(),
-        settings.per_op(),
+        settings.per_op(KERNELS),
         deterministic=settings.deterministic(),
     )
 
 
 def get_policy() -> SelectionPolicy:
-    """The policy in force on this thread: the innermost block's, else the process's."""
-    global _GLOBAL
-    stack = _STATE.stack
-    if stack:
-        return stack[-1]
+    """The policy in force: the innermost block's of this thread or task, else the process's."""
+    policy = _CURRENT.get()
+    if policy is not None:
+        return policy
+    if _PENDING:
+        _settle(threading.get_ident())
     if _GLOBAL is None:
-        _GLOBAL = _intern(policy_from_env())
+        reset_global_policy()
+    assert _GLOBAL is not None
     return _GLOBAL
+
+
+def traced_policy() -> SelectionPolicy | None:
+    """The policy that code under ``torch.compile`` reads: the innermost block's outside of tasks, else the process's (None where nobody has
+    asked for it yet)."""
+    policy = _THREAD.policy
+    return _GLOBAL if policy is None else policy
+
+
+def apart() -> bool:
+    """Whether a block of this task, or of a context that was copied into this thread, hides from ``traced_policy``."""
+    return _CURRENT.get() is not _THREAD.policy
 
 
 def set_global_policy(policy: SelectionPolicy) -> None:
@@ -110,39 +249,88 @@ def set_global_policy(policy: SelectionPolicy) -> None:
 
 def reset_global_policy() -> None:
     """Forget what was set: the environment is read again."""
-    global _GLOBAL
-    _GLOBAL = None
+    set_global_policy(policy_from_env())
+
+
+def _put(policy: SelectionPolicy | None) -> None:
+    """Let ``policy`` be the block's from here on; None: no block."""
+    _CURRENT.set(policy)
+    events = sys.modules.get("asyncio.events")  # without it no task runs
+    if events is None or events._get_running_loop() is None:
+        _THREAD.policy = policy
 
 
 @contextmanager
 def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
-    """Put ``policy`` in force on this thread for a block."""
-    before = _STATE.stack
-    _STATE.stack = (*before, _intern(policy))
+    """Put ``policy`` in force for a block, on this thread or in this asyncio task."""
+    before, inside = _CURRENT.get(), _intern(policy)
+    _put(inside)
     try:
-        yield _STATE.stack[-1]
+        yield inside
     finally:
-        _STATE.stack = before
+        _put(before)
+
+
+def _changed(**changes: Any) -> AbstractContextManager[SelectionPolicy]:
+    return policy_context(replace(get_policy(), **changes))
+
+
+def with_strict_mode() -> AbstractContextManager[SelectionPolicy]:
+    """For a block, the policy in force but strict: only first choices."""
+    return _changed(strict=True)
+
+
+def with_preference(prefer: str) -> AbstractContextManager[SelectionPolicy]:
+    """For a block, the policy in force but with another preferred kind: "default", "vendor" or "reference"."""
+    return _changed(prefer=prefer)
+
+
+def with_allowed_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
+    """For a block, the policy in force but with these vendors alone allowed."""
+    return _changed(allow_vendors=frozenset(vendors))
+
+
+def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
+    """For a block, the policy in force with these vendors denied as well."""
+    return _changed(deny_vendors=get_policy().deny_vendors | {vendor.casefold() for vendor in vendors})
+
+
+def _settle(thread: int, only: SelectionPolicy | None = None) -> None:
+    """What a Switch of this thread asked for was not for a block: it is the process's now."""
+    policy = _PENDING.get(thread)
+    if policy is not None and (only is None or policy is only):
+        _PENDING.pop(thread, None)
+        set_global_policy(policy)
 
 
 class Switch:
-    """A change of the policy that holds from now on, for the process, or, used with ``with``, for this thread until the block ends."""
+    """A change of the policy that holds from now on, or, used with ``with``, until the block ends.
+
+    Within a block it holds until that block ends. Elsewhere it is the process's: as soon as the object is gone or its thread asks for the
+    policy, not before, so that other threads never see what ``with`` puts in force for one.
+    """
 
     def __init__(self, **changes: Any) -> None:
-        global _GLOBAL
-        self._outside = _STATE.stack
         self._before = get_policy()
         self._policy = _intern(replace(self._before, **changes))
-        if self._outside:
-            _STATE.stack = (*self._outside[:-1], self._policy)
+        self._thread = threading.get_ident()
+        self._blocks: list[SelectionPolicy | None] = []
+        self._outside = _CURRENT.get()
+        if self._outside is not None:
+            _put(self._policy)
         else:
-            _GLOBAL = self._policy
+            _PENDING[self._thread] = self._policy
+
+    def __del__(self) -> None:
+        _settle(self._thread, self._policy)
 
     def __enter__(self) -> None:
-        global _GLOBAL
-        if not self._outside and _GLOBAL is self._policy:
-            _GLOBAL = self._before  # a block concerns its own thread: two threads' blocks may end in any order
-        _STATE.stack = (*self._outside, self._policy)
+        if _PENDING.get(self._thread) is self._policy:
+            del _PENDING[self._thread]
+        elif self._outside is None and _GLOBAL is self._policy:
+            set_global_policy(self._before)  # asked for in between, but for a block after all
+        self._blocks.append(self._outside)
+        _put(self._policy)
 
     def __exit__(self, *exc: object) -> None:
-        _STATE.stack = self._outside
+        _put(self._blocks.pop())

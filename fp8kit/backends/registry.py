@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
-from fp8kit.backends.protocol import KERNELS
+from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.errors import BackendError, expected
+from fp8kit.formats import DTYPES
+
+LOCK = threading.RLock()  # of every table of implementations and policies: what changes them is rare and short
+# a fork waits until no table is half changed; the child's only thread is the one that holds the lock, and lets go of it there too
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 class Kind(str, Enum):
@@ -21,20 +29,39 @@ class Kind(str, Enum):
 
 
 PRIORITY = {Kind.DEFAULT: 150, Kind.VENDOR: 100, Kind.REFERENCE: 50}
+IN_TREE: Mapping[str, str] = MappingProxyType({"reference": "cpu", "cuda": "cuda"})  # fp8kit's own engines: the device kind of each
+
+# workspace function -> the kernels whose workspace it measures
+SERVES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "quantize_transpose_workspace": ("quantize_transpose",),
+    "gemm_workspace": ("gemm", "fp8_gemm"),
+    "fp8_gemm_workspace": ("fp8_gemm", "block_gemm"),
+    "norm_bwd_workspace": ("norm_bwd",),
+    "act_bwd_workspace": ("act_bwd",),
+    "column_sum_workspace": ("dropout_bwd", "sum_rows"),
+    "attention_workspace": ("attention_fwd", "attention_bwd"),
+    "l2norm_workspace": ("l2norm",),
+})
 
 
 class CannotTake(BackendError):
-    """An implementation's way to say: correct call, but not one that I can run. The next candidate is asked."""
+    """An implementation's way to say: correct call, but not one that I can run. Raised before anything is written; the next is asked."""
 
 
 @dataclass(frozen=True)
 class OpImpl:
     """One implementation of one kernel.
 
-    ``op_name`` is a name of the contract; ``impl_id`` is "engine.kernel", unique per kernel; ``fn`` has the contract's signature;
-    ``vendor`` is required for Kind.VENDOR; ``priority`` breaks ties (default by kind: 150, 100, 50); ``supported_dtypes`` are names of
-    the first array's dtype that it takes (None: all); ``min_arch`` is the least compute capability times ten (89, 90); ``devices``
-    are the device kinds it runs on.
+    * ``op_name``: a name of the contract, ``fp8kit.backends.protocol.KERNELS``. ``fn``: has the contract's signature.
+    * ``impl_id``: "engine.kernel", unique per kernel; ``engine``, what stands before the dot, is the name that ``fk.use_backend`` takes.
+    * ``kind``, and ``vendor``, a name that Kind.VENDOR requires and policies allow or deny.
+    * ``priority``: higher goes first among those of a kind (default by kind: 150, 100, 50).
+    * ``supported_dtypes``: names of the dtypes of the kernel's first array that it takes; a call with another goes on to the next
+      implementation. None: all.
+    * ``min_arch``: least compute capability times ten (89, 90), on devices that have one. None: any.
+    * ``devices``: device kinds that it runs on.
+
+    BackendError for an unknown kernel or dtype, a VENDOR without a name, a ``fn`` that cannot be called.
     """
 
     op_name: str
@@ -48,47 +75,150 @@ class OpImpl:
     devices: frozenset[str] = frozenset({"cpu"})
 
     def __post_init__(self) -> None:
-        if self.op_name not in KERNELS:
-            raise BackendError(expected("OpImpl", "op_name", repr(self.op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
-        if self.kind is Kind.VENDOR and not self.vendor:
-            raise BackendError(expected("OpImpl", "vendor", self.vendor, f"a name: {self.impl_id} is of kind VENDOR"))
+        def want(argument: str, fits: bool, wanted: str) -> None:
+            if not fits:
+                raise BackendError(expected("OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})"))
+
+        want("impl_id", isinstance(self.impl_id, str) and bool(self.impl_id), "a name: engine.kernel")
+        want("op_name", self.op_name in KERNELS, "a kernel of fp8kit.backends.protocol.KERNELS")
+        want("kind", self.kind in list(Kind), "a Kind")
+        object.__setattr__(self, "kind", Kind(self.kind))
+        want("fn", callable(self.fn), "a function")
+        want("vendor", bool(self.vendor) or self.kind is not Kind.VENDOR, "a name, as it is of kind VENDOR")
         if self.priority is None:
             object.__setattr__(self, "priority", PRIORITY[self.kind])
+        want("priority", isinstance(self.priority, int), "an int")
+        want("min_arch", self.min_arch is None or isinstance(self.min_arch, int), "an int, the compute capability times ten, or None")
+        for argument in ("supported_dtypes", "devices"):
+            value = getattr(self, argument)
+            want(argument, not isinstance(value, str), "a set of names")
+            if value is not None:
+                object.__setattr__(self, argument, frozenset(value))
+        want("supported_dtypes", not self.supported_dtypes or self.supported_dtypes <= set(DTYPES), f"some of {', '.join(DTYPES)}")
 
     @property
     def engine(self) -> str:
         """The part of ``impl_id`` before the dot: the name that ``fk.use_backend`` takes."""
         return self.impl_id.partition(".")[0]
 
+    def is_available(self) -> bool:
+        """What ``fn._is_available()`` says where ``fn`` has such an attribute, else True."""
+        ask = getattr(self.fn, "_is_available", None)
+        return True if ask is None else bool(ask())
+
+
+def match_token(impl: OpImpl, token: str) -> bool:
+    """Whether a token of ``SelectionPolicy.per_op`` means this implementation: a kind, ``vendor:NAME`` or ``impl:ID``."""
+    kind, _, name = token.partition(":")
+    if kind == "impl":
+        return impl.impl_id == name
+    if kind == "vendor" and name:
+        return (impl.vendor or "").casefold() == name.casefold()
+    return impl.kind.value == token
+
+
+def check_signature(op_name: str, impl_id: str, fn: Callable[..., Any]) -> None:
+    """BackendError that names both signatures where ``fn`` cannot be called as the contract calls ``op_name``: the contract's parameters by
+    their names and in their order, or ``*args`` from some point on; more only with defaults."""
+    wanted = list(signature(op_name).parameters)
+    try:
+        own = inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        wanted_function = f"a function whose signature can be read ({error})"
+        raise BackendError(expected("register_impl", "fn", f"{fn!r} of {impl_id}", wanted_function)) from None
+    given = list(own.parameters.values())
+    names = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = any(p.kind is p.VAR_POSITIONAL for p in given)
+    owed = [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in wanted]
+    if names[: len(wanted)] != wanted[: len(names)] or (len(names) < len(wanted) and not rest) or owed:
+        raise BackendError(expected("register_impl", "fn", f"{impl_id}{own}", f"the contract's {op_name}({', '.join(wanted)})"))
+
+
+@dataclass(frozen=True)
+class OpRegistrySnapshot:
+    """A registry's contents at one moment: kernel -> its implementations, as ``get_implementations`` orders them."""
+
+    impls_by_op: Mapping[str, tuple[OpImpl, ...]]
+
 
 class OpRegistry:
-    """Implementations by kernel. Thread-safe; ``version`` grows with every change, so that resolved choices can be cached."""
+    """Implementations by kernel. Thread-safe; ``version`` grows with every change, and who keeps choices is told."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._impls: dict[str, dict[str, OpImpl]] = {}
+        self._forget: list[Callable[[], None]] = []
         self.version = 0
+        self.restored = 0  # how often something was taken out: the same id may mean another function since
+
+    def on_change(self, forget: Callable[[], None]) -> None:
+        """Call ``forget()`` after each change from now on, before any other thread can see another one."""
+        self._forget.append(forget)
+
+    def _changed(self) -> None:
+        self.version += 1
+        for forget in self._forget:
+            forget()
 
     def register_impl(self, impl: OpImpl) -> None:
-        """Add one implementation; BackendError when its ``impl_id`` is taken for that kernel."""
-        with self._lock:
+        """Add one implementation. BackendError when its ``impl_id`` is taken for that kernel or its function has another signature than the
+        contract's; nothing is added then."""
+        if not isinstance(impl, OpImpl):
+            raise BackendError(expected("register_impl", "impl", repr(impl), "an OpImpl"))
+        check_signature(impl.op_name, impl.impl_id, impl.fn)
+        with LOCK:
             known = self._impls.setdefault(impl.op_name, {})
             if impl.impl_id in known:
                 raise BackendError(expected("register_impl", "impl_id", repr(impl.impl_id), f"one not yet registered for {impl.op_name}"))
             known[impl.impl_id] = impl
-            self.version += 1
+            self._changed()
 
     def register_many(self, impls: Iterable[OpImpl]) -> None:
-        """Add several implementations."""
-        for impl in impls:
-            self.register_impl(impl)
+        """Add several implementations, all or none. BackendError as ``register_impl``."""
+        with LOCK:
+            before = self.snapshot()
+            try:
+                for impl in impls:
+                    self.register_impl(impl)
+            except BaseException:
+                self.restore(before)
+                raise
 
     def get_implementations(self, op_name: str) -> list[OpImpl]:
         """Every implementation of a kernel, highest priority first."""
-        with self._lock:
+        with LOCK:
             return sorted(self._impls.get(op_name, {}).values(), key=lambda i: (-(i.priority or 0), i.impl_id))
+
+    def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
+        """The implementation of a kernel by its id, None where there is none."""
+        with LOCK:
+            return self._impls.get(op_name, {}).get(impl_id)
 
     def list_operators(self) -> list[str]:
         """Kernels that have an implementation."""
-        with self._lock:
-            return sorted(self._impls)
+        with LOCK:
+            return sorted(name for name, impls in self._impls.items() if impls)
+
+    def engines(self) -> dict[str, frozenset[str]]:
+        """Engines that have an implementation: name -> device kinds that they serve."""
+        found: dict[str, frozenset[str]] = {}
+        with LOCK:
+            for impls in self._impls.values():
+                for impl in impls.values():
+                    found[impl.engine] = found.get(impl.engine, frozenset()) | impl.devices
+        return found
+
+    def snapshot(self) -> OpRegistrySnapshot:
+        """What is registered now, as a value."""
+        with LOCK:
+            return OpRegistrySnapshot(MappingProxyType({name: tuple(self.get_implementations(name)) for name in self.list_operators()}))
+
+    def restore(self, snapshot: OpRegistrySnapshot) -> None:
+        """Make the table what it was when ``snapshot`` was taken."""
+        with LOCK:
+            self._impls = {name: {impl.impl_id: impl for impl in impls} for name, impls in snapshot.impls_by_op.items()}
+            self.restored += 1
+            self._changed()
+
+    def clear(self) -> None:
+        """Forget every implementation, those of fp8kit's own engines too."""
+        self.restore(OpRegistrySnapshot({}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, ShapeError, expected, on_behalf_of
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, turned_segments
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, later
@@ -22,15 +23,6 @@ from fp8kit.nn.random import Init
 from fp8kit.nn.rope import angles, rope_spec
 from fp8kit.ops.rope import rope
 from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
-
-# what forward hands to the core attention as it is, beside its own arguments
-CORE_OPTIONS = (
-    "core_attention_bias_type", "core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "fast_zero_fill", "pad_between_seqs",
-)  # fmt: skip
-_PARTS = {"qkv_layer": "qkv", "query_layer": "q", "kv_layer": "kv", "key_layer": "k", "value_layer": "v"}
-_LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}
-QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
 class MultiheadAttention(Module):
@@ -209,7 +201,7 @@ class MultiheadAttention(Module):
             if name == "query_layer" and self.q_norm is None:
                 found[name] = layer
                 continue
-            parts = tuple((_LAYERS[part], heads[part]) for part in _PARTS[name])
+            parts = tuple((LAYERS[part], heads[part]) for part in PARTS[name])
             repeated = self._interleaved and name != "query_layer"
             found |= apply(split_heads, _split_spec(parts, core.kv_channels, groups if repeated else 1), {"x": layer})
         return found
@@ -227,15 +219,14 @@ class MultiheadAttention(Module):
         if len(pair) != 2:
             raise ArgumentError(expected(op, "rotary_pos_emb", f"{len(pair)} arrays", "one, or a pair for queries and keys"))
         heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        turn = {"q": (heads, dim, "freqs"), "k": (groups, dim, "freqs" if pair[0] is pair[1] else "k_freqs"), "v": (groups, dim, "")}
         found, inference_params = dict(layers), options.get("inference_params")
         if inference_params is not None and not isinstance(inference_params, InferenceParams):
             raise ArgumentError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
         for name, layer in layers.items():
-            parts = _PARTS[name]
+            parts = PARTS[name]
             if parts == "v":
                 continue
-            segments = tuple(turn[part] for part in parts)
+            segments = turned_segments(parts, heads, groups, dim, pair[0] is pair[1])
             inputs: dict[str, Tensor | ArrayView | None] = {"x": layer}
             for part, freqs in zip("qk", pair, strict=True):
                 if part in parts:
@@ -243,7 +234,7 @@ class MultiheadAttention(Module):
                     if inference_params is not None and turns.shape[0] < inference_params.max_seqlen_kv:
                         wanted = f"at least the {inference_params.max_seqlen_kv} of the longest sequence in the cache"
                         raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
-                    inputs[turn[part][2]] = arrays.to(turns, layer.device)
+                    inputs["freqs" if part == "q" or pair[0] is pair[1] else "k_freqs"] = arrays.to(turns, layer.device)
             if core.qkv_format == "thd":
                 side = "q" if "q" in parts or inference_params is not None else "kv"
                 lengths, starts = options.get(f"cu_seqlens_{side}"), options.get(f"cu_seqlens_{side}_padded")
@@ -261,13 +252,6 @@ class MultiheadAttention(Module):
             spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
             found[name] = apply(rope, spec, inputs, owner=self)["y"]
         return found
-
-
-def known_options(operation: str, given: Iterable[str]) -> None:
-    """TypeError for a name that is not in ``CORE_OPTIONS``."""
-    for name in given:
-        if name not in CORE_OPTIONS:
-            raise TypeError(f"{operation}: unexpected argument {name!r}")
 
 
 def sequence_starts(operation: str, options: Mapping[str, Any], side: str) -> ArrayView | None:

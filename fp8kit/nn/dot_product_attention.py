@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fp8kit import arrays
+from fp8kit import arrays, layers
 from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import Tensor, apply
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.formats import float32
+from fp8kit.kv_steps import cached_mask
 from fp8kit.nn import random
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
@@ -23,7 +24,6 @@ from fp8kit.nn.recompute import checkpoint
 from fp8kit.ops.attention import AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 from fp8kit.ops.kv_cache import cached_attention
-from fp8kit.ops.kv_steps import cached_mask
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit.spec import Operation
 
@@ -39,12 +39,8 @@ def _spec(*arguments: Any) -> AttentionSpec:
 
 @lru_cache(maxsize=64)
 def alibi_slopes_for(heads: int, device: Device) -> ArrayView:
-    """ALiBi's slopes, float32 (h,) (Press et al. 2022, section 3): 2^(-8 i / n) for the largest power of two n up to h, and every second
-    one of 2n heads' for the rest."""
-    n = 1 << (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8 * i / n) for i in range(1, n + 1)]
-    slopes += [2.0 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
-    return arrays.to(arrays.as_view(np.array(slopes, np.float32)), device)
+    """ALiBi's slopes, float32 (h,)."""
+    return arrays.to(arrays.as_view(np.array(layers.alibi_slopes(heads), np.float32)), device)
 
 
 class DotProductAttention(Module):
@@ -265,17 +261,8 @@ def _corner(operation: str, bottom_right_diagonal: bool | None) -> bool | None:
 def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any) -> tuple[str, dict[str, Any]]:
     """The layout's name and its inputs. Fp8kitError for a mixture of forms."""
     given = {"query_layer": query, "key_layer": key, "value_layer": value, "kv_layer": kv, "qkv_layer": qkv}
-    there = tuple(name for name, layer in given.items() if layer is not None)
-    forms = {
-        ("query_layer", "key_layer", "value_layer"): ("separate", ("q", "k", "v")),
-        ("query_layer", "kv_layer"): ("q_kv", ("q", "kv")),
-        ("qkv_layer",): ("qkv", ("qkv",)),
-    }
-    if there not in forms:
-        wanted = "query_layer, key_layer and value_layer, or query_layer and kv_layer, or qkv_layer"
-        raise ArgumentError(expected(operation, "layers", " and ".join(there) or None, wanted))
-    layout, names = forms[there]
-    return layout, {name: as_tensor(operation, argument, given[argument]) for name, argument in zip(names, there, strict=True)}
+    layout, inputs = layers.layout_of(operation, given)
+    return layout, {name: as_tensor(operation, argument, given[argument]) for name, argument in inputs.items()}
 
 
 def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -68,11 +68,11 @@ class _WeightCache(NamedTuple):
 
 
 def commit_backward(tickets: list[_Ticket]) -> None:
-    """Update the backward states of a backward pass that has ended, grouped by recipe."""
-    groups: dict[Recipe, list[ScalingState]] = {}
+    """Update the backward states of a backward pass that has ended, those of one recipe object by one kernel call."""
+    groups: dict[int, tuple[Recipe, list[ScalingState]]] = {}
     for recipe, state in tickets:
-        groups.setdefault(recipe, []).append(state)
-    for recipe, states in groups.items():
+        groups.setdefault(id(recipe), (recipe, []))[1].append(state)
+    for recipe, states in groups.values():
         update(recipe, states, recipe.backward_format.max)
 
 

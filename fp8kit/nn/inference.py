@@ -10,8 +10,8 @@ from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends import dispatch
 from fp8kit.formats import DType
+from fp8kit.kv_steps import Steps
 from fp8kit.nn.module import resolve
-from fp8kit.ops.kv_steps import Steps
 
 
 class InferenceParams(Steps):

@@ -22,6 +22,7 @@ from fp8kit.autograd.tape import Edge, Node, Probe, Watcher, probing, watcher, w
 from fp8kit.autograd.tensors import fresh, owned, unchanged
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
 from fp8kit.errors import AutogradError, expected
+from fp8kit.layers import recomputed
 from fp8kit.nn import random
 
 
@@ -45,10 +46,7 @@ class _Pass:
         self.position = 0
 
     def next(self, owner: object) -> Kept:
-        kept = self.calls[self.position] if self.position < len(self.calls) else None
-        if kept is None or kept.owner is not owner:
-            got = f"{type(owner).__name__} as FP8 layer {self.position}"
-            raise AutogradError(expected("checkpoint", "function", got, "the same layers in the same order as in the first pass"))
+        kept: Kept = recomputed(self.calls, self.position, owner)
         self.position += 1
         return kept
 

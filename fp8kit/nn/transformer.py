@@ -11,8 +11,9 @@ from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
+from fp8kit.layers import known_options
 from fp8kit.nn import random
-from fp8kit.nn.attention import MultiheadAttention, known_options, sequence_starts
+from fp8kit.nn.attention import MultiheadAttention, sequence_starts
 from fp8kit.nn.embedding import dropout_spec
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, as_tokens, positive

@@ -45,6 +45,7 @@ class AttentionSpec:
     * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A packed input holds its parts one
       after the other in the last dimension: [h * d of q | g * d of k | g * d_v of v]. "qkv_interleaved": one input qkv, head after head,
       each [d of q | d of k | d_v of v]; only where g = h.
+    * ``zero_padded``: whether rows beyond the true lengths are known to hold 0, which spares the engines a look at them; as "thd" has it.
     """
 
     num_heads: int
@@ -63,6 +64,7 @@ class AttentionSpec:
     softmax_type: str = "vanilla"
     max_seqlen_q: int = 0
     max_seqlen_kv: int = 0
+    zero_padded: bool = False
 
     def __post_init__(self) -> None:
         def settle(name: str, value: object) -> None:

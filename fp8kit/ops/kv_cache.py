@@ -10,15 +10,15 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 from fp8kit import formats
-from fp8kit.arrays import ArrayView, Shape
+from fp8kit.arrays import ArrayView, Shape, contiguous_strides
 from fp8kit.errors import AutogradError, FormatError, ShapeError, expected
 from fp8kit.formats import DType
-from fp8kit.ops.attention import (
+from fp8kit.ops.attention_checks import check_extras, check_inputs
+from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
+from fp8kit.ops.attention_views import (
     Dense,
     Part,
     attends,
-    check_extras,
-    check_inputs,
     dense_of,
     extras_of,
     heads_apart,
@@ -28,7 +28,6 @@ from fp8kit.ops.attention import (
     tokens_of,
     unpacked,
 )
-from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, check
 from fp8kit.ops.values import check_lengths
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -80,6 +79,7 @@ class CachedAttention(Operation):
         if len(set(leading.values())) > 1:
             raise ShapeError(expected(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each"))
         dense = dense_of(new, metas)
+        dense = dense._replace(spec=dataclasses.replace(dense.spec, zero_padded=True))  # keys and values come out of the cache so
         check_extras(spec, metas, dense, kind)
         if metas.get("cu_seqlens_kv_padded") is not None:
             raise ShapeError(expected(_NAME, "cu_seqlens_kv_padded", "an array", "None: the cache knows where keys lie"))
@@ -95,7 +95,8 @@ class CachedAttention(Operation):
         if not attends(spec, metas):
             return Plan(spec, signature, kernels)
         dense, kind = call.dense, signature.outputs["o"].dtype
-        nbytes = kernels.attention_workspace(dense.parts["q"].shape, call.k, call.v, None, kind, dense.spec, False)
+        q, strides = dense.parts["q"], (dense.parts["q"].strides, contiguous_strides(call.k), contiguous_strides(call.v))
+        nbytes = kernels.attention_workspace(q.shape, call.k, call.v, None, kind, dense.spec, False, False, strides)
         scratch = {"workspace": Meta((nbytes,), formats.uint8), "lse": Meta(lse_shape(dense), formats.float32),
                    "k": Meta(call.k, kind), "v": Meta(call.v, kind)}
         if spec.packed:

@@ -22,15 +22,16 @@ class Linear(Operation):
     """y = x W^T + b.
 
     Inputs: x h (..., in); weight0.. (out_i, in) or (in, out_i); bias0.. (out_i,); x_scale, w_scale float32 [1] (delayed scaling);
-    with a cached weight ``weight_cast``'s outputs. Outputs: y h (..., out); x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*,
-    and g_amax; backward reads g_scale.
+    with a cached weight ``weight_cast``'s outputs; with a cached input likewise, and x's own data are not read. Outputs: y h (..., out);
+    x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*, and g_amax; backward reads g_scale.
     """
 
     name = "linear"
 
     def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
         x = want_rows(self.name, "x", metas, spec.product.in_features)
-        return product_of(spec.product, row_count(x), x.dtype, "x" in needs, "weight0" in needs, "bias0" in needs)
+        weight, bias = (f"{spec.product.prefix}{name}" in needs for name in ("weight0", "bias0"))
+        return product_of(spec.product, row_count(x), x.dtype, "x" in needs, weight, bias)
 
     def infer(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Signature:
         p = self._product(spec, metas, needs)
@@ -72,7 +73,8 @@ class Linear(Operation):
             p.dgrad(plan.kernels, g2, kept, saved, scratch, dx.rows(), stream)
         if p.needs_w:
             x = kept.get("x")
-            p.wgrad(plan.kernels, g2, None if x is None else x.rows(), saved, grads, scratch, stream)
+            casts = {**saved, **kept} if plan.spec.product.input_cached else saved
+            p.wgrad(plan.kernels, g2, None if x is None else x.rows(), casts, grads, scratch, stream)
 
 
 class WeightCast(Operation):

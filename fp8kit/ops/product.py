@@ -28,6 +28,12 @@ class ProductSpec:
     "oi", segments are (out, in) as in PyTorch and Transformer Engine, or "io", (in, out) as in JAX. ``bias``: "none"; "add";
     or "deferred": the bias is not added here (a later operation does), but its gradient, the column sums of g, is made here.
     ``fp8``: None for high precision. ``weight_cached``: the FP8 weight is an input (``weight_cast``'s outputs). ``prefix`` of names.
+    ``input_cached``: so is the FP8 input, under the names and in the shapes that the weight would have, x for w: ``linear`` alone takes it.
+
+    ``main_grad``: None, the weights' gradients are of the weights' dtype and made anew; or the name of a dtype, "float32" or the weights'
+    own: that of the buffers which the door hands to ``backward`` under the weights' names, and to which wgrad is added (``overwrite_grad``:
+    put there instead). A float32 buffer gets the product's float32 sums unrounded, with one float32 addition; where wgrad of several
+    segments is made at once (``Product.whole_wgrad``), or the buffer is of 16 bits, the product is rounded to the buffer's dtype before.
     """
 
     in_features: int
@@ -37,6 +43,9 @@ class ProductSpec:
     fp8: Fp8 | None = None
     weight_cached: bool = False
     prefix: str = ""
+    main_grad: str | None = None
+    overwrite_grad: bool = False
+    input_cached: bool = False
 
     @property
     def out_features(self) -> int:
@@ -61,6 +70,8 @@ class Product:
         p, count = spec.prefix, len(spec.segments)
         self.weights = [f"{p}weight{i}" for i in range(count)]
         self.biases = [f"{p}bias{i}" for i in range(count)] if spec.bias != "none" else []
+        self.grad_dtype = dtype if spec.main_grad is None else formats.dtype(spec.main_grad)
+        self.adds = spec.main_grad is not None and not spec.overwrite_grad  # wgrad is added to what is there
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -79,7 +90,9 @@ class Product:
         return False
 
     def check(self, operation: str, metas: Metas) -> None:
-        """ShapeError or FormatError where weights, biases or FP8 inputs do not fit."""
+        """ShapeError or FormatError where weights, biases, FP8 inputs or ``main_grad`` do not fit."""
+        if self.grad_dtype not in (self.dtype, formats.float32):
+            raise FormatError(expected(operation, "main_grad", self.grad_dtype.name, f"{self.dtype.name} or float32"))
         for name, n in zip(self.weights, self.spec.segments, strict=True):
             want(operation, name, metas, self._weight_shape(n), self.dtype)
         for name, n in zip(self.biases, self.spec.segments, strict=self.spec.bias != "none"):
@@ -110,7 +123,8 @@ class Product:
         out: dict[str, Meta] = {}
         if self.needs_w:
             out |= {
-                name: Meta(self._weight_shape(n), self.dtype) for name, n in zip(self.weights, self.spec.segments, strict=True)
+                name: Meta(self._weight_shape(n), self.grad_dtype, self.adds)
+                for name, n in zip(self.weights, self.spec.segments, strict=True)
             }
         if self.needs_b:
             out |= {name: Meta((n,), self.dtype) for name, n in zip(self.biases, self.spec.segments, strict=True)}
@@ -130,7 +144,9 @@ class Product:
         p = self.spec.prefix
         out: dict[str, Meta] = {}
         if self.needs_w and self.whole_wgrad:
-            out[f"{p}dweight"] = Meta(self._weight_shape(self.n), self.dtype)
+            out[f"{p}dweight"] = Meta(self._weight_shape(self.n), self.grad_dtype)
+            if self.adds and not self.oi:
+                out[f"{p}dpart"] = Meta(self._weight_shape(max(self.spec.segments)), self.grad_dtype)
         if self.needs_b and len(self.spec.segments) > 1:
             out[f"{p}dbias"] = Meta((self.n,), self.dtype)
         return out
@@ -187,7 +203,7 @@ class Product:
         raise NotImplementedError
 
     def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
-        """dW = g^T x, segment by segment. ``g`` and ``x`` are read in high precision only."""
+        """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are read in high precision only."""
         raise NotImplementedError
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -214,10 +230,18 @@ class Product:
             for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
                 k.copy(dbias.slice(0, start, n), grads[name], stream)
 
-    def _part_weights(self, k: Any, whole: ArrayView, grads: Views, stream: int) -> None:
-        """Copy the segments' weight gradients from where they were made together (``whole_wgrad``)."""
+    def _part_weights(self, k: Any, whole: ArrayView, grads: Views, scratch: Views, stream: int) -> None:
+        """Bring the segments' weight gradients from where they were made together (``whole_wgrad``)."""
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
-            k.copy(whole.slice(0 if self.oi else 1, start, n), grads[name], stream)
+            part, out = whole.slice(0 if self.oi else 1, start, n), given(grads, name)
+            if not self.adds:
+                k.copy(part, out, stream)
+                continue
+            if not self.oi:  # columns of a matrix; sums take what lies together
+                room = given(scratch, f"{self.spec.prefix}dpart")
+                part, strided = ArrayView(room.ptr, out.shape, out.dtype, room.device, room.owner), part
+                k.copy(strided, part, stream)
+            k.add(out, part, out, stream)
 
     def _joined_weight(self, k: Any, views: Views, scratch: Views, stream: int) -> ArrayView:
         """The whole weight, (N, K) or (K, N) by layout; scratch: ``_weight_room``."""

@@ -33,29 +33,32 @@ class BlockProduct(Product):
 
     def check(self, operation: str, metas: Metas) -> None:
         super().check(operation, metas)
-        if self.spec.weight_cached:
-            for name, meta in self.weight_outputs().items():
-                want(operation, name, metas, meta.shape, meta.dtype)
+        cached = self.weight_outputs() if self.spec.weight_cached else {}
+        if self.spec.input_cached:
+            cached |= self._operand("x_q", self.m, self.k, self.fp8.x) | self._operand("x_qt", self.k, self.m, self.fp8.x)
+        for name, meta in cached.items():
+            want(operation, name, metas, meta.shape, meta.dtype)
 
     def weight_outputs(self) -> dict[str, Meta]:
         return self._operand("w_q", self.n, self.k, self.fp8.w) | self._operand("w_qt", self.k, self.n, self.fp8.w)
 
     def saved(self) -> dict[str, Meta]:
         out: dict[str, Meta] = {}
-        if self.needs_w:
+        if self.needs_w and not self.spec.input_cached:
             out |= self._operand("x_qt", self.k, self.m, self.fp8.x)
         if self.needs_x and not self.spec.weight_cached:
             out |= self._operand("w_qt", self.k, self.n, self.fp8.w)
         return out
 
     def kept(self) -> tuple[str, ...]:
-        return tuple(self._operand("w_qt", self.k, self.n, self.fp8.w)) if self.spec.weight_cached and self.needs_x else ()
+        weight = tuple(self._operand("w_qt", self.k, self.n, self.fp8.w)) if self.spec.weight_cached and self.needs_x else ()
+        return weight + (tuple(self._operand("x_qt", self.k, self.m, self.fp8.x)) if self.spec.input_cached and self.needs_w else ())
 
     def read_again(self) -> tuple[str, ...]:
         return tuple(self._operand("w_q", self.n, self.k, self.fp8.w)) if self.spec.weight_cached else super().read_again()
 
     def scratch(self) -> dict[str, Meta]:
-        out = self._operand("x_q", self.m, self.k, self.fp8.x)
+        out = {} if self.spec.input_cached else self._operand("x_q", self.m, self.k, self.fp8.x)
         if not self.spec.weight_cached:
             out |= self._operand("w_q", self.n, self.k, self.fp8.w) | self.cast_scratch()
         return out | super().scratch()
@@ -80,7 +83,8 @@ class BlockProduct(Product):
     def cast_x(
         self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int, amax_known: bool = False
     ) -> None:
-        self._cast(k, self.fp8.x, x, self._found(scratch, "x_q"), self._found(saved, "x_qt"), stream)
+        if not self.spec.input_cached:
+            self._cast(k, self.fp8.x, x, self._found(scratch, "x_q"), self._found(saved, "x_qt"), stream)
 
     def cast_weight(self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int) -> None:
         weight = self._joined_weight(k, inputs, scratch, stream)
@@ -94,7 +98,7 @@ class BlockProduct(Product):
         if not self.spec.weight_cached:
             weight = {**scratch, **saved}
             self.cast_weight(k, inputs, outputs, weight, scratch, stream)
-        self._multiply(k, "x_q", scratch, "w_q", weight, y, bias, scratch, stream)
+        self._multiply(k, "x_q", inputs if self.spec.input_cached else scratch, "w_q", weight, y, bias, scratch, stream)
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         if self.needs_x and not self.spec.weight_cached:
@@ -114,12 +118,13 @@ class BlockProduct(Product):
 
     def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
         whole = given(scratch, f"{self.spec.prefix}dweight") if self.whole_wgrad else given(grads, self.weights[0])
+        adds = self.adds and not self.whole_wgrad
         if self.oi:
-            self._multiply(k, "g_qt", scratch, "x_qt", saved, whole, None, scratch, stream)
+            self._multiply(k, "g_qt", scratch, "x_qt", saved, whole, None, scratch, stream, adds)
         else:
-            self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream)
+            self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream, adds)
         if self.whole_wgrad:
-            self._part_weights(k, whole, grads, stream)
+            self._part_weights(k, whole, grads, scratch, stream)
 
     # --- operands -----------------------------------------------------------------------------------------------------
 
@@ -147,9 +152,10 @@ class BlockProduct(Product):
         k.block_quantize(x, *q, *q_t, quant.format, quant.tile, quant.power_2, quant.epsilon, stream)
 
     def _multiply(
-        self, k: Any, a: str, a_in: Views, b: str, b_in: Views, out: ArrayView, bias: ArrayView | None, scratch: Views, stream: int
-    ) -> None:
-        """out = a b^T (+ bias); an operand's first letter says how it is quantised."""
+        self, k: Any, a: str, a_in: Views, b: str, b_in: Views, out: ArrayView, bias: ArrayView | None, scratch: Views, stream: int,
+        adds: bool = False,
+    ) -> None:  # fmt: skip
+        """out = a b^T (+ bias), ``adds``: + out; an operand's first letter says how it is quantised."""
         p, a_quant, b_quant = self.spec.prefix, getattr(self.fp8, a[0]), getattr(self.fp8, b[0])
         k.block_gemm(
             given(a_in, f"{p}{a}"),
@@ -162,7 +168,7 @@ class BlockProduct(Product):
             a_quant.tile,
             b_quant.tile,
             bias,
-            False,
+            adds,
             scratch["workspace"],
             stream,
         )

@@ -38,4 +38,4 @@ class PlainProduct(Product):
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
             part = g if len(self.weights) == 1 else g.slice(1, start, n)
             a, b = (part, x) if self.oi else (x, part)
-            k.gemm(a, b, given(grads, name), "tn", None, False, scratch["workspace"], stream)
+            k.gemm(a, b, given(grads, name), "tn", None, self.adds, scratch["workspace"], stream)

@@ -12,6 +12,7 @@ from fp8kit.ops.quant import FLT_MAX, Fp8, pad, quantize_operand
 from fp8kit.spec import Meta, Metas, Views
 
 SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale pointers of 16-byte alignment
+NUMBER = Meta((1,), float32)  # a buffer of its own: doors align those to 16 bytes and more
 
 
 class TensorProduct(Product):
@@ -22,6 +23,14 @@ class TensorProduct(Product):
         self.mp, self.kp, self.np = pad(self.m), pad(self.k), pad(self.n)
         assert spec.fp8 is not None
         self.fp8: Fp8 = spec.fp8
+        p = spec.prefix
+        self.x_q, self.x_qt, self.w_q, self.w_qt, self.g_q, self.g_qt = (f"{p}{o}_{side}" for o in "xwg" for side in ("q", "qt"))
+        self.x_inv, self.w_inv, self.g_inv = (f"{p}{o}_inv" for o in "xwg")
+        self.x_made, self.w_made, self.g_made = (f"{p}{o}_made_scale" for o in "xwg")  # of scales that are made here
+        self.x_scale, self.w_scale, self.g_scale = (f"{p}{o}_scale" for o in "xwg")
+        self.x_amax, self.w_amax, self.g_amax = (f"{p}{o}_amax" for o in "xwg")
+        self.keeps = needs_w or needs_x  # backward multiplies: what it needs of forward's casts is saved
+        self.x_given_inv, self.w_given_inv = f"{p}x_scale_inv", f"{p}w_scale_inv"  # of casts that are inputs
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
@@ -41,7 +50,11 @@ class TensorProduct(Product):
         super().check(operation, metas)
         p = self.spec.prefix
         inputs = {"scale": "scale", "amax": "amax_in"}
-        if self.fp8.x.source in inputs:
+        if self.spec.input_cached:
+            want(operation, self.x_q, metas, (self.mp, self.kp), uint8)
+            want(operation, self.x_qt, metas, (self.kp, self.mp), uint8)
+            want(operation, self.x_given_inv, metas, (1,), float32)
+        elif self.fp8.x.source in inputs:
             want(operation, f"{p}x_{inputs[self.fp8.x.source]}", metas, (1,), float32)
         if self.spec.weight_cached:
             want(operation, f"{p}w_q", metas, (self.np, self.kp), uint8)
@@ -51,9 +64,8 @@ class TensorProduct(Product):
             want(operation, f"{p}w_{inputs[self.fp8.w.source]}", metas, (1,), float32)
 
     def outputs(self) -> dict[str, Meta]:
-        p = self.spec.prefix
-        names = (f"{p}x_amax",) if self.spec.weight_cached else (f"{p}x_amax", f"{p}w_amax")
-        return {name: Meta((1,), float32, zero=True) for name in names}
+        cached = {self.x_amax: self.spec.input_cached, self.w_amax: self.spec.weight_cached}
+        return {name: Meta((1,), float32, zero=True) for name, is_given in cached.items() if not is_given}
 
     def weight_outputs(self) -> dict[str, Meta]:
         p = self.spec.prefix
@@ -65,184 +77,181 @@ class TensorProduct(Product):
         }
 
     def saved(self) -> dict[str, Meta]:
-        p = self.spec.prefix
         out: dict[str, Meta] = {}
-        if self.needs_w:
-            out[f"{p}x_qt"] = Meta((self.kp, self.mp), uint8)
+        if self.needs_w and not self.spec.input_cached:
+            out[self.x_qt] = Meta((self.kp, self.mp), uint8)
         if self.needs_x and not self.spec.weight_cached:
-            out[f"{p}w_qt"] = Meta((self.kp, self.np), uint8)
-        if self.needs_w or self.needs_x:
-            out[f"{p}scale_inv"] = Meta((2 * SLOT,), float32)
-        return out
+            out[self.w_qt] = Meta((self.kp, self.np), uint8)
+        return out | (self._inverses() if self.keeps else {})
 
     def kept(self) -> tuple[str, ...]:
-        p = self.spec.prefix
-        return (f"{p}w_qt", f"{p}w_scale_inv") if self.spec.weight_cached and self.needs_x else ()
+        weight = (self.w_qt, self.w_given_inv) if self.spec.weight_cached and self.needs_x else ()
+        return weight + ((self.x_qt, self.x_given_inv) if self.spec.input_cached and self.needs_w else ())
 
     def read_again(self) -> tuple[str, ...]:
-        p = self.spec.prefix
-        return (f"{p}w_q", f"{p}w_scale_inv") if self.spec.weight_cached else super().read_again()
+        return (self.w_q, self.w_given_inv) if self.spec.weight_cached else super().read_again()
 
     def grads(self) -> dict[str, Meta]:
-        amax = {f"{self.spec.prefix}g_amax": Meta((1,), float32, zero=True)} if self.needs_x or self.needs_w else {}
+        amax = {self.g_amax: Meta((1,), float32, zero=True)} if self.keeps else {}
         return super().grads() | amax
 
     def scratch(self) -> dict[str, Meta]:
-        p = self.spec.prefix
-        out = {f"{p}x_q": Meta((self.mp, self.kp), uint8)}
+        out = {} if self.spec.input_cached else {self.x_q: Meta((self.mp, self.kp), uint8)}
         if not self.spec.weight_cached:
-            out[f"{p}w_q"] = Meta((self.np, self.kp), uint8)
+            out[self.w_q] = Meta((self.np, self.kp), uint8)
+        if not self.keeps:
+            out |= self._inverses()
+        if self.fp8.x.source != "scale" and not self.spec.input_cached:
+            out[self.x_made] = NUMBER
         return out | self.cast_scratch() | super().scratch()
 
     def cast_scratch(self) -> dict[str, Meta]:
-        return {f"{self.spec.prefix}scales": Meta((4 * SLOT,), float32)}
+        return {self.w_made: NUMBER} if self.fp8.w.source != "scale" else {}
 
     def backward_scratch(self) -> dict[str, Meta]:
-        p = self.spec.prefix
-        out = {f"{p}g_scales": Meta((2 * SLOT,), float32)}
+        out: dict[str, Meta] = {}
+        if self.keeps:
+            out[self.g_inv] = NUMBER
+            if self.fp8.g.source != "scale":
+                out[self.g_made] = NUMBER
         if self.needs_x:
-            out[f"{p}g_q"] = Meta((self.mp, self.np), uint8)
+            out[self.g_q] = Meta((self.mp, self.np), uint8)
         if self.needs_w:
-            out[f"{p}g_qt"] = Meta((self.np, self.mp), uint8)
+            out[self.g_qt] = Meta((self.np, self.mp), uint8)
         return out | super().backward_scratch()
 
     def workspace(self, k: Any) -> int:
         shapes = ((self.m, self.n), (self.m, self.k), (self.n, self.k), (self.k, self.n))
-        return max(*(int(k.fp8_gemm_workspace(*shape)) for shape in shapes), int(k.quantize_transpose_workspace(self.m, self.n)))
+        sums = max(int(k.quantize_transpose_workspace(self.m, self.n)), int(k.column_sum_workspace(self.m, self.n)))
+        return max(*(int(k.fp8_gemm_workspace(*shape)) for shape in shapes), sums)
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
-        p = self.spec.prefix
-        return Cast(
-            self.fp8.x.format,
-            scratch.get(f"{p}x_q"),
-            saved.get(f"{p}x_qt"),
-            given(inputs, f"{p}x_scale"),
-            self._scale_inv(saved, scratch, 0),
-            outputs.get(f"{p}x_amax"),
-        )
+        inv = given(saved if self.keeps else scratch, self.x_inv)
+        scale = given(inputs, self.x_scale)
+        return Cast(self.fp8.x.format, scratch.get(self.x_q), saved.get(self.x_qt), scale, inv, outputs.get(self.x_amax))
 
     def cast_x(
         self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int, amax_known: bool = False
     ) -> None:
-        p = self.spec.prefix
+        if self.spec.input_cached:
+            return
         scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs, scratch)
-        q, q_t, inv = scratch.get(f"{p}x_q"), saved.get(f"{p}x_qt"), self._scale_inv(saved, scratch, 0)
-        quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)
+        inv = (saved if self.keeps else scratch)[self.x_inv]
+        q, q_t = scratch.get(self.x_q), saved.get(self.x_qt)
+        quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)  # type: ignore[arg-type]
 
     def cast_weight(self, k: Any, inputs: Views, outputs: Views, made: Views, scratch: Views, stream: int) -> None:
-        s, quant, p = self.spec, self.fp8.w, self.spec.prefix
-        w_q, w_qt, scale_inv = made.get(f"{p}w_q"), made.get(f"{p}w_qt"), given(made, f"{p}w_scale_inv")
+        self._cast_weight(k, inputs, outputs, made.get(self.w_q), made.get(self.w_qt), given(made, self.w_given_inv), scratch, stream)
+
+    def _cast_weight(
+        self, k: Any, inputs: Views, outputs: Views, w_q: ArrayView | None, w_qt: ArrayView | None, scale_inv: ArrayView | None,
+        scratch: Views, stream: int,
+    ) -> None:  # fmt: skip
+        quant = self.fp8.w
         scale, amax = self._source(quant.source, "w", inputs, outputs, scratch)
-        assert scale is not None
         parts = [given(inputs, name) for name in self.weights]
         if quant.source == "current":
             for part in parts:
                 k.amax(part, amax, part.shape, stream)
         if quant.source != "scale":
             k.scale_from_amax(amax, scale, scale_inv, quant.format.max, quant.power_2, quant.epsilon, FLT_MAX, stream)
+        recorded = amax if quant.source == "scale" else None
         for i, (part, start) in enumerate(zip(parts, self.starts, strict=True)):
-            rows = (self.np if i + 1 == len(parts) else start + s.segments[i]) - start
-            q = None if w_q is None else w_q.slice(0, start, rows)
-            q_t = None if w_qt is None else w_qt.slice(1, start, rows)
+            q, q_t = w_q, w_qt
+            if len(parts) > 1:
+                rows = (self.np if i + 1 == len(parts) else start + self.spec.segments[i]) - start
+                q = None if w_q is None else w_q.slice(0, start, rows)
+                q_t = None if w_qt is None else w_qt.slice(1, start, rows)
             if not self.oi:
                 q, q_t = q_t, q
-            recorded = amax if quant.source == "scale" else None
-            k.quantize_transpose(part, Cast(quant.format, q, q_t, scale, scale_inv, recorded), None, None, stream)
+            k.quantize_transpose(part, Cast(quant.format, q, q_t, scale, scale_inv, recorded), None, None, stream)  # type: ignore[arg-type]
 
     def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
-        k.amax(x, outputs[f"{self.spec.prefix}x_amax"], x.shape, stream)
+        if not self.spec.input_cached:
+            k.amax(x, outputs[self.x_amax], x.shape, stream)
         self.measure_weight(k, inputs, outputs, stream)
 
     def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
         for name in () if self.spec.weight_cached else self.weights:
             part = given(inputs, name)
-            k.amax(part, outputs[f"{self.spec.prefix}w_amax"], part.shape, stream)
+            k.amax(part, outputs[self.w_amax], part.shape, stream)
 
     def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
-        p, f = self.spec.prefix, self.fp8
+        f = self.fp8
         bias = self._bias(k, inputs, scratch, stream)
-        weight: Views = inputs
-        if not self.spec.weight_cached:
-            inv = self._scale_inv(saved, scratch, 1)
-            weight = {f"{p}w_q": scratch[f"{p}w_q"], f"{p}w_qt": saved.get(f"{p}w_qt"), f"{p}w_scale_inv": inv}
-            self.cast_weight(k, inputs, outputs, weight, scratch, stream)
-        w_q, w_inv = given(weight, f"{p}w_q"), given(weight, f"{p}w_scale_inv")
-        x_q, x_inv, space = scratch[f"{p}x_q"], self._scale_inv(saved, scratch, 0), scratch["workspace"]
-        k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, False, f.fprop_fast, space, stream)
+        invs = saved if self.keeps else scratch
+        if self.spec.weight_cached:
+            w_q, w_inv = inputs[self.w_q], inputs[self.w_given_inv]
+        else:
+            w_q, w_inv = scratch[self.w_q], invs[self.w_inv]
+            self._cast_weight(k, inputs, outputs, w_q, saved.get(self.w_qt), w_inv, scratch, stream)
+        x_q, x_inv = (inputs[self.x_q], inputs[self.x_given_inv]) if self.spec.input_cached else (scratch[self.x_q], invs[self.x_inv])
+        k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, False, f.fprop_fast, scratch["workspace"], stream)
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        p = self.spec.prefix
         if self.needs_x and not self.spec.weight_cached:
-            made = {f"{p}w_qt": saved[f"{p}w_qt"], f"{p}w_scale_inv": self._scale_inv(saved, scratch, 1)}
-            self.cast_weight(k, inputs, {}, made, scratch, stream)
+            self._cast_weight(k, inputs, {}, None, saved[self.w_qt], saved[self.w_inv], scratch, stream)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def g_cast(self, kept: Views, grads: Views, scratch: Views) -> Cast:
-        p = self.spec.prefix
-        q, q_t, inv = scratch.get(f"{p}g_q"), scratch.get(f"{p}g_qt"), _slot(scratch, f"{p}g_scales", 0)
-        return Cast(self.fp8.g.format, q, q_t, given(kept, f"{p}g_scale"), inv, grads.get(f"{p}g_amax"))
+        q, q_t, inv = scratch.get(self.g_q), scratch.get(self.g_qt), given(scratch, self.g_inv)
+        return Cast(self.fp8.g.format, q, q_t, given(kept, self.g_scale), inv, grads.get(self.g_amax))
 
     def cast_g(
         self, k: Any, g: ArrayView, kept: Views, grads: Views, scratch: Views, stream: int, with_bias: bool = True, amax_known: bool = False
     ) -> None:
-        p, quant = self.spec.prefix, self.fp8.g
-        if not (self.needs_x or self.needs_w):
+        quant = self.fp8.g
+        if not self.keeps:
             super().cast_g(k, g, kept, grads, scratch, stream, with_bias)
             return
         dbias = self._bias_sums(grads, scratch) if with_bias else None
-        scale = given(kept, f"{p}g_scale") if quant.source == "scale" else _slot(scratch, f"{p}g_scales", 1)
-        amax = given(kept, f"{p}g_amax_in") if quant.source == "amax" else grads.get(f"{p}g_amax")
-        q, q_t, inv = scratch.get(f"{p}g_q"), scratch.get(f"{p}g_qt"), _slot(scratch, f"{p}g_scales", 0)
+        scale = given(kept, self.g_scale) if quant.source == "scale" else given(scratch, self.g_made)
+        amax = given(kept, f"{self.g_amax}_in") if quant.source == "amax" else grads.get(self.g_amax)
+        q, q_t, inv = scratch.get(self.g_q), scratch.get(self.g_qt), given(scratch, self.g_inv)
         quantize_operand(k, quant, g, q, q_t, scale, inv, amax, dbias, scratch["workspace"], stream, amax_known)
         if dbias is not None:
             self._part_bias_sums(k, grads, dbias, stream)
 
     def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
-        p, f, cached = self.spec.prefix, self.fp8, self.spec.weight_cached
-        w_qt = kept[f"{p}w_qt"] if cached else saved[f"{p}w_qt"]
-        w_inv = kept[f"{p}w_scale_inv"] if cached else _slot(saved, f"{p}scale_inv", 1)
-        g_q, g_inv, space = scratch[f"{p}g_q"], _slot(scratch, f"{p}g_scales", 0), scratch["workspace"]
+        f = self.fp8
+        w_qt, w_inv = (kept[self.w_qt], kept[self.w_given_inv]) if self.spec.weight_cached else (saved[self.w_qt], saved[self.w_inv])
+        g_q, g_inv, space = scratch[self.g_q], scratch[self.g_inv], scratch["workspace"]
         k.fp8_gemm(g_q, w_qt, dx, f.g.format, f.w.format, g_inv, w_inv, None, False, f.dgrad_fast, space, stream)
 
     def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
-        g_qt = given(scratch, f"{self.spec.prefix}g_qt")
+        g_qt = given(scratch, self.g_qt)
         if self.whole_wgrad:
             whole = given(scratch, f"{self.spec.prefix}dweight")
-            self._wgrad(k, g_qt, saved, scratch, whole, stream)
-            self._part_weights(k, whole, grads, stream)
+            self._wgrad(k, g_qt, saved, scratch, whole, False, stream)
+            self._part_weights(k, whole, grads, scratch, stream)
             return
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
             part = g_qt if len(self.weights) == 1 else g_qt.slice(0, start, n)
-            self._wgrad(k, part, saved, scratch, given(grads, name), stream)
+            self._wgrad(k, part, saved, scratch, given(grads, name), self.adds, stream)
 
-    def _wgrad(self, k: Any, g_qt: ArrayView, saved: Views, scratch: Views, out: ArrayView, stream: int) -> None:
-        p, f = self.spec.prefix, self.fp8
-        g, x = (g_qt, f.g.format, _slot(scratch, f"{p}g_scales", 0)), (saved[f"{p}x_qt"], f.x.format, _slot(saved, f"{p}scale_inv", 0))
-        (a, a_format, a_inv), (b, b_format, b_inv) = (g, x) if self.oi else (x, g)
-        k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, False, f.wgrad_fast, scratch["workspace"], stream)
+    def _wgrad(self, k: Any, g_qt: ArrayView, saved: Views, scratch: Views, out: ArrayView, adds: bool, stream: int) -> None:
+        f = self.fp8
+        a, a_format, a_inv = g_qt, f.g.format, scratch[self.g_inv]
+        b, b_format, b_inv = saved[self.x_qt], f.x.format, saved[self.x_given_inv if self.spec.input_cached else self.x_inv]
+        if not self.oi:
+            a, a_format, a_inv, b, b_format, b_inv = b, b_format, b_inv, a, a_format, a_inv  # type: ignore[assignment]
+        k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, adds, f.wgrad_fast, scratch["workspace"], stream)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _scale_inv(self, saved: Views, scratch: Views, slot: int) -> ArrayView:
-        """float32 [1] where 1 / scale of x (slot 0) or W (slot 1) is written: kept for backward where it is needed there."""
-        p = self.spec.prefix
-        return _slot(saved, f"{p}scale_inv", slot) if f"{p}scale_inv" in saved else _slot(scratch, f"{p}scales", slot)
+    def _inverses(self) -> dict[str, Meta]:
+        """Where 1 / scale of x and W is written: kept for backward where it is needed there."""
+        cached = {self.x_inv: self.spec.input_cached, self.w_inv: self.spec.weight_cached}
+        return {name: NUMBER for name, is_given in cached.items() if not is_given}
 
     def _source(
         self, source: str, operand: str, inputs: Views, outputs: Views, scratch: Views
     ) -> tuple[ArrayView | None, ArrayView | None]:
         """(scale, amax) buffers of operand "x" or "w" by where its scale comes from."""
-        p = self.spec.prefix
-        own = _slot(scratch, f"{p}scales", 2 if operand == "x" else 3)
+        scale, amax, made = (self.x_scale, self.x_amax, self.x_made) if operand == "x" else (self.w_scale, self.w_amax, self.w_made)
         if source == "scale":
-            return given(inputs, f"{p}{operand}_scale"), outputs.get(f"{p}{operand}_amax")
-        return own, given(inputs, f"{p}{operand}_amax_in") if source == "amax" else outputs.get(f"{p}{operand}_amax")
-
-
-def _slot(views: Views, name: str, slot: int) -> ArrayView:
-    """float32 [1]: a number of a small buffer whose numbers lie SLOT apart."""
-    view = given(views, name)
-    return ArrayView(view.ptr + 4 * SLOT * slot, (1,), float32, view.device, view.owner)
+            return given(inputs, scale), outputs.get(amax)
+        return given(scratch, made), given(inputs, f"{amax}_in") if source == "amax" else outputs.get(amax)

@@ -82,30 +82,32 @@ extern "C" __global__ void attention_softmax_bwd(const float* products, const fl
 }
 
 // sums += factor * ds of a tile of `heads` heads by `rows` rows, summed over the heads and rows that share an element of the bias: where
-// `sum_head` or `sum_row` is 0, in their order. The grid is (columns / 256, rows or 1, heads or 1).
+// `sum_head` or `sum_row` is 0, in their order. The grid is (columns / 256, rows or 1, heads or 1), or smaller in its last two.
 extern "C" __global__ void attention_dbias(const float* ds, float* sums, i64 sum_batch, i64 sum_head, i64 sum_row, f64 factor, i64 batch,
                                            i64 head0, i64 head_step, i64 row0, i64 heads, i64 rows, i64 s_kv) {
   const i64 j = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (j >= s_kv) return;
-  const i64 head_from = sum_head ? blockIdx.z : 0, head_to = sum_head ? head_from + 1 : heads;
-  const i64 row_from = sum_row ? blockIdx.y : 0, row_to = sum_row ? row_from + 1 : rows;
-  float sum = 0.0f;
-  for (i64 head = head_from; head < head_to; ++head)
-    for (i64 row = row_from; row < row_to; ++row) sum += ds[(head * rows + row) * s_kv + j];
-  sums[batch * sum_batch + (head0 + head_from * head_step) * sum_head + (row0 + row_from) * sum_row + j] += (float)factor * sum;
+  const i64 head_count = sum_head ? 1 : heads, row_count = sum_row ? 1 : rows;  // that are summed
+  for (i64 head_from = blockIdx.z; head_from < (sum_head ? heads : 1); head_from += gridDim.z)
+    for (i64 row_from = blockIdx.y; row_from < (sum_row ? rows : 1); row_from += gridDim.y) {
+      float sum = 0.0f;
+      for (i64 head = head_from; head < head_from + head_count; ++head)
+        for (i64 row = row_from; row < row_from + row_count; ++row) sum += ds[(head * rows + row) * s_kv + j];
+      sums[batch * sum_batch + (head0 + head_from * head_step) * sum_head + (row0 + row_from) * sum_row + j] += (float)factor * sum;
+    }
 }
 
-// partial[head, chunk] = sum over a chunk of the rows (b, s_q) of exp(offset[head] - lse) * sum(do * o). The grid is (chunks, heads).
+// partial[head, chunk] = sum over a chunk of the rows (b, s_q) of exp(offset[head] - lse) * sum(do * o). The grid is (heads, chunks).
 extern "C" __global__ void attention_doffset_partial(const float* offset, const float* lse, const T* o, const T* d_o, float* partial,
                                                      i64 o_batch, i64 o_head, i64 o_row, i64 do_batch, i64 do_head, i64 do_row,
                                                      i64 dim, i64 batches, i64 s_q) {
   __shared__ float shared[32];
-  const i64 head = blockIdx.y, rows = batches * s_q, chunk = ceil_div(rows, gridDim.x), lane = threadIdx.x % 32;
-  const i64 end = min64(rows, (blockIdx.x + 1) * chunk);
+  const i64 head = blockIdx.x, rows = batches * s_q, chunk = ceil_div(rows, gridDim.y), lane = threadIdx.x % 32;
+  const i64 end = min64(rows, (blockIdx.y + 1) * chunk);
   float sum = 0.0f;
-  for (i64 n = blockIdx.x * chunk + threadIdx.x / 32; n < end; n += blockDim.x / 32) {
+  for (i64 n = blockIdx.y * chunk + threadIdx.x / 32; n < end; n += blockDim.x / 32) {
     const i64 batch = n / s_q, i = n % s_q;
-    const float at = lse[(batch * gridDim.y + head) * s_q + i];
+    const float at = lse[(batch * gridDim.x + head) * s_q + i];
     if (at == -INF) continue;  // beyond the true length
     const T* o_at = o + batch * o_batch + head * o_head + i * o_row;
     const T* do_at = d_o + batch * do_batch + head * do_head + i * do_row;
@@ -114,7 +116,7 @@ extern "C" __global__ void attention_doffset_partial(const float* offset, const 
     sum += expf(offset[head] - at) * dot;
   }
   sum = block_sum(sum, shared);
-  if (threadIdx.x == 0) partial[head * gridDim.x + blockIdx.x] = sum;
+  if (threadIdx.x == 0) partial[head * gridDim.y + blockIdx.y] = sum;
 }
 
 // doffset[head] = -sum of its `chunks` partial sums. One block a head.

@@ -2,6 +2,7 @@
 // T is the dtype of q, k, v, o and of the bias.
 #pragma once
 #include "philox.cuh"
+#include "sequences.cuh"
 
 // The host packs this (backends/cuda/attention_rules.py). Arrays that are absent are null; a stride of 0 broadcasts.
 struct Rules {
@@ -31,7 +32,8 @@ struct Row {
   float sink;
 };
 
-DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) { return cu == nullptr ? whole : min64(whole, cu[batch + 1] - cu[batch]); }
+// A batch's length, in 0 ... whole whatever `cu` holds.
+DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) { return cu == nullptr ? whole : min64(whole, length_of(cu, batch)); }
 
 DEVICE Row make_row(const Rules& rules, i64 batch, i64 head, i64 i) {
   Row row;

@@ -6,13 +6,11 @@
 
 #include "philox.cuh"
 #include "rows.cuh"
+#include "sequences.cuh"
 
 // Sample of a row: (row / inner) % count, or the last one that starts at the row or before it.
 DEVICE i64 sample_of(i64 row, i64 inner, i64 count, const i32* starts) {
-  if (starts == nullptr) return row / inner % count;
-  i64 sample = 0;
-  while (sample + 1 < count && starts[sample + 1] <= row) ++sample;
-  return sample;
+  return starts == nullptr ? row / inner % count : sequence_of(starts, count, row);
 }
 
 // y = residual + factor of the row's sample * x over n elements in rows of N; residual may be null, y may be x.

@@ -1,6 +1,7 @@
 // Scaling factors: current scaling's rule and delayed scaling's update.
 //
 // functions: scale_from_amax, update_delayed
+// variants: STATES=8,96
 #include "scale.cuh"
 
 constexpr float LARGEST = 3.402823466e+38f;
@@ -24,7 +25,7 @@ struct State {
   i32 unused;
 };
 
-constexpr int STATES = 96;
+// STATES: as many as a launch of update_delayed takes at most; they travel with it, 40 bytes each
 struct States { State at[STATES]; };
 
 // Block (i, j) updates tensor j of state i. Row 0 of the history holds the amax since the last update.

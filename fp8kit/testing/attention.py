@@ -35,6 +35,7 @@ class Rules:
     softmax_type: str = "vanilla"
     padded: bool = False
     masked: bool = False
+    zero_padded: bool = False
 
 
 @dataclass(frozen=True)

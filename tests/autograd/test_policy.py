@@ -9,6 +9,7 @@ import pytest
 
 from fp8kit import arrays
 from fp8kit.backends import dispatch, policy
+from fp8kit.backends.manager import chain
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.registry import CannotTake, Kind, OpImpl
 from fp8kit.errors import BackendError
@@ -94,8 +95,8 @@ def test_only_cannot_take_moves_on_to_the_next(caplog: pytest.LogCaptureFixture)
         raise ValueError("a fault")
 
     impls = [impl("a"), impl("b")]
-    chain = dispatch._chain(impls, [cannot, lambda *args: "second"])
-    assert [chain(), chain()] == ["second", "second"]
-    assert [r.getMessage() for r in caplog.records] == ["add: a.add cannot take the call (too long); the next implementation does"]
+    call = chain(impls, [cannot, lambda *args: "second"])
+    assert [call(), call()] == ["second", "second"]
+    assert [r.getMessage() for r in caplog.records] == ["add: a.add cannot take the call (too long); b.add is asked"]
     with pytest.raises(ValueError, match="a fault"):
-        dispatch._chain(impls, [fails, lambda *args: "second"])()
+        chain(impls, [fails, lambda *args: "second"])()

@@ -97,7 +97,7 @@ def beside(spec: AttentionSpec) -> AttentionExtras:
 def run(path: ModuleType, spec: AttentionSpec, x: dict[str, Any], deterministic: bool = True, gap: int = 0) -> dict[str, Any]:
     """Forward and backward of one path; every buffer poisoned beforehand."""
     q, k, v, do = (spread(x[name], gap) if gap else put(x[name], CUDA) for name in ("q", "k", "v", "do"))
-    about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
+    about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
     extras = beside(spec)
     o = poisoned(q.shape, q.dtype, CUDA)
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
@@ -202,9 +202,10 @@ def test_contract_kernels_take_the_path_that_explain_names(dtype: str, path: str
     extras = beside(spec)._replace(rng=put(RNG, CUDA))
     o, dq, dk, dv = (poisoned(view.shape, view.dtype, CUDA) for view in (q, q, k, v))
     lse = poisoned((BATCH, spec.num_heads, ROWS), formats.float32, CUDA)
-    shapes = (q.shape, k.shape, v.shape, None, q.dtype, spec)
-    attention.attention_fwd(q, k, v, o, lse, extras, spec, workspace(attention.attention_workspace(*shapes, False), CUDA), 0)
-    scratch = workspace(attention.attention_workspace(*shapes, True), CUDA)
+    asked = (q.shape, k.shape, v.shape, None, q.dtype, spec)
+    scratch = workspace(attention.attention_workspace(*asked, False, True, ()), CUDA)
+    attention.attention_fwd(q, k, v, o, lse, extras, spec, scratch, 0)
+    scratch = workspace(attention.attention_workspace(*asked, True, True, ()), CUDA)
     attention.attention_bwd(do, q, k, v, o, lse, dq, dk, dv, None, None, extras, spec, True, scratch, 0)
     wanted = run(PATHS[path], spec, x)
     for key, view in (("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)):
@@ -260,6 +261,9 @@ def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, g
         ({"rows": 1, "columns": 1}, True, "one row by one column: cuDNN has no backward for it"),
         ({"rows": 1, "columns": 1}, False, None),
         ({}, True, None),
+        ({"strides": ((512, 64, 1024, 1), (512, 64, 1024, 1), (512, 64, 1024, 1))}, True, None),
+        ({"strides": ((512, 64, 1024, 1), (512, 64, 1028, 1), (512, 64, 1024, 1))}, False,
+         "strides (512, 64, 1028, 1) of k: cuDNN takes multiples of 16 bytes"),
     ],
 )
 def test_rules_known_before_asking_cudnn(change: dict[str, Any], backward: bool, reason: str | None) -> None:
@@ -308,3 +312,27 @@ def test_a_problem_says_where_the_diagonal_lies_only_where_it_matters(spec: Atte
     square = problem(shape, shape, shape, formats.bfloat16, spec)
     assert not square.bottom_right
     assert problem(shape, shape, shape, formats.bfloat16, dataclasses.replace(spec, mask="padding_causal_bottom_right")).bottom_right
+
+
+def test_cudnn_is_asked_for_the_strides_that_come() -> None:
+    """Interleaved heads: from head to head 3 * 64, from token to token 8 * 3 * 64; o, and what is copied, are C-contiguous."""
+    spec = AttentionSpec(num_heads=8, head_dim=64, layout="qkv_interleaved", mask="padding_causal")
+    shape, steps = (ROWS, BATCH, 8, 64), (BATCH * 1536, 1536, 192, 1)
+    about = problem(shape, shape, shape, formats.bfloat16, spec, (steps,) * 3)
+    mixed, plain = (1536, 192, BATCH * 1536, 1), (512, 64, BATCH * 512, 1)
+    assert cudnn_sdpa._asked_key(about._replace(zero_padded=True), True, True, 0).strides == (
+        mixed, mixed, mixed, plain, plain, mixed, mixed, mixed
+    )  # fmt: skip
+    assert cudnn_sdpa._asked_key(about, True, True, 0).strides == (plain, plain, plain, plain, plain, mixed, mixed, mixed)
+    assert cudnn_sdpa._asked_key(about, False, True, 0).strides == (mixed, plain, plain, plain)
+
+
+def test_room_for_copies_is_asked_for_only_where_padding_may_hold_anything() -> None:
+    about = Problem(2, 8, 2, 40, 72, 64, 32, "bfloat16", "sbhd", 0.125, padded=True)
+    lengths, stats, q, k, v, d_o = 256, 4 * 2 * 8 * 40, 2 * 2 * 8 * 40 * 64, 2 * 2 * 2 * 72 * 64, 2 * 2 * 2 * 72 * 32, 2 * 2 * 8 * 40 * 32
+    assert cudnn_sdpa._room(about, False) == {"lengths": 0, "k": lengths, "v": lengths + k, "end": lengths + k + v}
+    assert cudnn_sdpa._room(about, True)["end"] == lengths + stats + q + k + v + d_o
+    assert cudnn_sdpa._room(about._replace(zero_padded=True), True)["end"] == lengths + stats
+    assert cudnn_sdpa._room(about._replace(padded=False), True) == {"end": 0}
+    whole, spared = unfused.workspace(about, True), unfused.workspace(about._replace(zero_padded=True), True)
+    assert whole - spared == q // 8 + k // 2 + d_o // 8  # one batch, and one query head of each of the two key heads at a time

@@ -13,7 +13,6 @@ import pytest
 from fp8kit import arrays, formats
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends.cuda import IMPLEMENTATIONS, launch, support
-from fp8kit.backends.cuda.compile import Resources
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.errors import BackendError
 from fp8kit.formats import float32, uint8
@@ -52,50 +51,6 @@ def test_the_report_names_every_component_and_never_raises(monkeypatch: pytest.M
 def test_a_variant_that_no_source_lists_is_refused() -> None:
     with pytest.raises(BackendError, match="amax_tensor"):
         launch.kernel("amax.cu", "amax_tensor", 0, T="f8")
-
-
-class _Function:
-    """Stands for CuPy's RawKernel and the Function behind it: keeps what it is launched with."""
-
-    def __init__(self) -> None:
-        self.kernel = self
-        self.launches: list[tuple[object, ...]] = []
-
-    def __call__(self, grid: object, block: object, args: tuple[object, ...], shared: int, stream: launch._Stream) -> None:
-        self.launches.append((grid, block, tuple(args), shared, stream.ptr))
-
-
-def _fake_kernel(parameters: str, monkeypatch: pytest.MonkeyPatch) -> launch.Kernel:
-    monkeypatch.setattr(launch, "_get_device", lambda: lambda: 0)
-    return launch.Kernel("fake", 0, _Function(), parameters, Resources(32, 0, 0, 0, 0))
-
-
-def test_arguments_get_the_types_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = _fake_kernel("qqdqd", monkeypatch)
-    launch.launch(kernel, (3, 2), 128, (1 << 40, -5, 0.75, True, 1), 99, 1024)
-    assert kernel.raw.launches == [((3, 2), (128,), (1 << 40, -5, 0.75, 1, 1.0), 1024, 99)]
-    assert [type(a) for a in kernel.raw.launches[0][2]] == [int, int, float, int, float]
-
-
-def test_a_structure_by_value_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = _fake_kernel("qs", monkeypatch)
-    launch.launch(kernel, 1, 32, (4, b"structure of 23 bytes.."), 0)
-    number, structure = kernel.raw.launches[0][2]
-    assert number == 4
-    assert structure.size == 1
-    assert structure.tobytes() == b"structure of 23 bytes.."
-
-
-def test_a_grid_of_no_blocks_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = _fake_kernel("q", monkeypatch)
-    launch.launch(kernel, (0, 4), 32, (1,), 0)
-    assert kernel.raw.launches == []
-
-
-@pytest.mark.parametrize("args", [(1, 2), (1, 2, 0.5, 4, 5), (1, 0.5, 0.5, 4), ("x", 2, 0.5, 4)])
-def test_arguments_that_do_not_fit_are_refused(args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BackendError, match="launch of fake: args"):
-        launch.launch(_fake_kernel("qqdq", monkeypatch), 1, 32, args, 0)
 
 
 @pytest.mark.gpu

@@ -12,34 +12,37 @@ from tests.house import source
 # room -> prefixes of its modules; the longest prefix decides
 ROOMS = {
     "public": ("fp8kit",),
-    "errors": ("fp8kit.errors", "fp8kit.arguments"),
+    "errors": ("fp8kit.errors", "fp8kit.arguments", "fp8kit.layers"),
     "settings": ("fp8kit.settings",),
     "formats": ("fp8kit.formats",),
     "raw_kernels": ("fp8kit.raw_kernels",),
-    "arrays": ("fp8kit.arrays", "fp8kit.dlpack"),
+    "arrays": ("fp8kit.arrays", "fp8kit.dlpack", "fp8kit.scratch"),
     "codec": ("fp8kit.codec",),
     "recipe": ("fp8kit.recipe",),
     "autocast": ("fp8kit.autocast",),
     "protocol": ("fp8kit.backends", "fp8kit.backends.protocol"),
     "registry": ("fp8kit.backends.registry",),
-    "dispatch": ("fp8kit.backends.dispatch", "fp8kit.backends.policy"),
+    "dispatch": tuple(f"fp8kit.backends.{name}" for name in ("dispatch", "manager", "policy", "discovery")),
+    "plugins": ("fp8kit.plugins",),
     "reference": ("fp8kit.backends.reference",),
     "cuda": ("fp8kit.backends.cuda",),
     "float8": ("fp8kit.float8",),
     "scaling": ("fp8kit.scaling",),
     "ops": ("fp8kit.spec", "fp8kit.ops"),
+    "steps": ("fp8kit.kv_steps",),
     "autograd": ("fp8kit.autograd",),
-    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization"),
+    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format", "fp8kit.graphs"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing", "fp8kit.numerics"),
-    "commands": ("fp8kit.cli", "fp8kit.bench", "fp8kit.__main__"),
+    "lab": ("fp8kit.lab",),
+    "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.bench", "fp8kit.warmup", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
     "jax": ("fp8kit_jax",),
 }
 _BASE = {"errors", "settings", "formats"}
 _ENGINE = _BASE | {"arrays", "recipe", "protocol", "registry"}
 _OPS = _ENGINE | {"dispatch", "float8", "ops"}
-_LAYERS = _OPS | {"autograd", "autocast", "scaling", "layers"}
+_LAYERS = _OPS | {"steps", "autograd", "autocast", "scaling", "layers"}
 
 # room -> rooms it may import, itself always
 ALLOWED = {
@@ -52,19 +55,22 @@ ALLOWED = {
     "recipe": _BASE,
     "autocast": {"recipe", "errors", "settings"},
     "protocol": _BASE | {"arrays", "recipe"},
-    "registry": {"protocol", "errors"},
+    "registry": {"protocol", "errors", "formats"},
     "dispatch": _ENGINE,
+    "plugins": _ENGINE | {"dispatch"},
     "reference": _ENGINE | {"codec"},
     "cuda": _ENGINE | {"raw_kernels"},
     "float8": _BASE | {"arrays", "recipe", "dispatch"},
     "scaling": _BASE | {"arrays", "recipe", "dispatch"},
     "ops": _OPS,
+    "steps": _BASE | {"arrays", "ops"},
     "autograd": _OPS,
     "layers": _LAYERS,
     "models": _LAYERS | {"models"},
     "testing": _LAYERS | {"codec", "models", "raw_kernels"},
-    "torch": _OPS | {"autocast", "scaling", "testing"},
-    "jax": _OPS | {"autocast", "scaling", "testing"},
+    "lab": _LAYERS | {"codec", "testing", "raw_kernels", "cuda"},
+    "torch": _OPS | {"steps", "autocast", "scaling", "testing"},
+    "jax": _OPS | {"steps", "autocast", "scaling", "testing"},
 }
 FREE = {"public", "commands"}  # may import anything of ours
 

@@ -156,6 +156,24 @@ def test_resume(printed):
 
 
 @pytest.mark.timeout(200)
+def test_kernel_lab(printed):
+    text = printed("kernel_lab", "8")
+    nearest, stochastic = numbers(r"mean ([\d.]+);", text)
+    assert nearest == 1.0
+    # five standard deviations of the mean of 256 x 256 roundings to 1 or 1.125, each used in 256 products; bfloat16's rounding on a GPU
+    fraction = 0.03 / 0.125
+    assert abs(stochastic - 1.03) < 5 * 0.125 * np.sqrt(fraction * (1 - fraction)) / 256 + 2.0**-8
+    assert "60 cases, all right" in text
+    assert re.search(r"override\.quantize_transpose on \S+ 60 cases, \d+ WRONG", text)
+    assert len(numbers(r"us, ([\d.]+) GB/s", text)) == 2
+    calls = numbers(r"(\d+) calls of mine", text)
+    assert calls[0] == 0
+    assert calls[1] > 8 * 2 * 8  # steps, microbatches, casts
+    (difference,) = numbers(r"largest difference ([\d.]+)", text)
+    assert 0 < difference < 0.1
+
+
+@pytest.mark.timeout(200)
 def test_train_gpt(printed):
     losses = numbers(r"step \d+: ([\d.]+)", printed("train_gpt", "6"))
     assert losses[-1] < losses[0] - 0.1

@@ -70,7 +70,7 @@ def test_threads_may_compile_the_same_kernel_at_once(tiny: Path) -> None:
 
 
 def test_processes_may_compile_the_same_kernel_at_once() -> None:
-    code = "from fp8kit.backends.cuda.compile import compile_cubin; print(compile_cubin('scales.cu', (), 'sm_90a').path)"
+    code = "from fp8kit.backends.cuda.compile import compile_cubin; print(compile_cubin('scales.cu', (('STATES', '8'),), 'sm_90a').path)"
     running = [subprocess.Popen([sys.executable, "-c", code], env=os.environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = [process.communicate(timeout=120)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]

@@ -1,10 +1,14 @@
-"""Every kernel source compiles for every architecture, without spilling registers or warning. No GPU is needed.
+"""Every kernel source compiles in every variant for every architecture, without spilling registers or warning. No GPU is needed.
 
-In every variant, with one exception for the time it takes: of a source with many variants, the architectures after the first compile
-every fifth, each its own.
+The cubins are kept in pytest's cache, where a name is the digest of all that went into one (``fp8kit.backends.cuda.compile``): only what
+changed since the last run is compiled again.
 """
 
 from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -12,27 +16,49 @@ from fp8kit.backends.cuda.compile import compile_cubin
 from fp8kit.raw_kernels import manifest
 
 ARCHITECTURES = ("sm_90a", "sm_89", "sm_100a")
-MANY = 24
 STATIC_SHARED = 48 * 1024
+KEPT = 14 * 24 * 3600  # seconds after its last use
+
+
+@pytest.fixture(scope="module")
+def kept(pytestconfig: pytest.Config) -> Path:
+    """The folder of former runs' cubins, without those that no run used for long."""
+    folder = pytestconfig.cache.mkdir("kernels")  # type: ignore[union-attr]
+    for path in folder.glob("**/*.*"):
+        if path.stat().st_mtime < time.time() - KEPT:
+            path.unlink(missing_ok=True)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def kernel_cache(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cubins go there."""
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(kept))
+
+
+def note_use(path: Path) -> None:
+    """Note that a cubin and what stands beside it were used."""
+    for file in (path, path.with_suffix(".json")):
+        os.utime(file)
+
+
+VARIANTS = [
+    pytest.param(source, variant, id="-".join([source.name, *(value for _, value in variant)]))
+    for source in manifest.sources()
+    for variant in source.variants
+]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", [path.name for path in sorted(manifest.FOLDER.glob("*.cu"))])
-def test_compiles_without_spills(name: str, arch: str) -> None:
-    source = manifest.source(name)
-    turn = ARCHITECTURES.index(arch)
-    thinned = len(source.variants) > MANY and turn > 0
-    for i, variant in enumerate(source.variants):
-        if thinned and i % 5 != turn:
-            continue
-        kernel = compile_cubin(name, variant, arch)
-        about = f"{name} {dict(variant)} {arch}"
-        assert set(kernel.resources) == set(source.functions), about
-        assert "warning" not in kernel.log.lower(), f"{about}\n{kernel.log}"
-        for function, used in kernel.resources.items():
-            spilled = (used.stack, used.spill_stores, used.spill_loads)
-            assert spilled == (0, 0, 0), f"{about}: {function} uses {used}"
-            assert used.shared <= STATIC_SHARED, f"{about}: {function} uses {used}"
+@pytest.mark.parametrize(("source", "variant"), VARIANTS)
+def test_compiles_without_spills(source: manifest.Source, variant: manifest.Defines, arch: str) -> None:
+    kernel = compile_cubin(source.name, variant, arch)
+    note_use(kernel.path)
+    assert set(kernel.resources) == set(source.functions)
+    assert "warning" not in kernel.log.lower(), kernel.log
+    for function, used in kernel.resources.items():
+        assert (used.stack, used.spill_stores, used.spill_loads) == (0, 0, 0), f"{function} uses {used}"
+        assert used.shared <= STATIC_SHARED, f"{function} uses {used}"
 
 
 def test_every_file_is_a_kernel_source_or_a_header() -> None:

@@ -8,16 +8,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
-from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, partitioned
+from fp8kit_jax.flax import cache, lora
+from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
 
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
-
 QK_NORMS = {"L2Normalization": "", "RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+GROUPINGS = {"consecutive": False, "alternate": True}  # whether the pairs of a rotary embedding are neighbours
 
 
 class DotProductAttention(nn.Module):
@@ -27,7 +29,8 @@ class DotProductAttention(nn.Module):
     ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for queries and keys; other masks take
     ``mask``, True masks out, which makes the type "arbitrary". ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s, 2, groups, d),
     value None; "bs3hd": query is (b, s, 3, heads, d), the others None. ``dtype``: what the inputs are cast to, None: as they are.
-    ``float32_logits``: scores are float32 either way. Fields of ``common.FIXED`` have one value.
+    ``float32_logits``: scores are float32 either way. ``context_checkpoint_name``: the result's name for the policies of
+    ``jax.checkpoint``. Fields of ``common.FIXED`` have one value.
     """
 
     head_dim: int
@@ -36,26 +39,27 @@ class DotProductAttention(nn.Module):
     attention_dropout: float = 0.0
     attn_mask_type: str = "causal"
     attn_bias_type: str | None = None
-    dropout_rng_name: str = "dropout"
-    scale_factor: float | None = None
-    transpose_batch_sequence: bool = False
-    window_size: tuple[int, int] | None = None
-    softmax_type: str = "vanilla"
-    qkv_layout: str = "bshd_bshd_bshd"
     dtype: Any = None
+    dropout_rng_name: str = "dropout"
     float32_logits: bool = False
+    qkv_layout: str = "bshd_bshd_bshd"
+    scale_factor: float | None = None
+    transpose_batch_sequence: bool | None = None
+    window_size: tuple[int, int] | None = None
     max_segments_per_seq: int = 1
     context_parallel_causal_load_balanced: bool = False
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"
+    context_checkpoint_name: str = "context"
+    softmax_type: str = "vanilla"
     score_mod: Any = None
     score_mod_bprop: Any = None
 
     @nn.compact
     def __call__(self, query: Any, key: Any = None, value: Any = None, sequence_descriptor: Any = None, bias: Any = None, *,
-                 deterministic: bool = False, mask: Any = None) -> Any:
+                 deterministic: bool = False, mask: Any = None, **fixed: Any) -> Any:
         """Attend. Returns h (b, s, heads, d)."""
-        check_fixed(self)
+        check_fixed(self, fixed)
         groups, count = self.num_gqa_groups or self.num_attention_heads, QKV_LAYOUTS.get(self.qkv_layout)
         if count is None:
             raise FormatError(expected("DotProductAttention", "qkv_layout", repr(self.qkv_layout), f"one of {', '.join(QKV_LAYOUTS)}"))
@@ -79,24 +83,24 @@ class DotProductAttention(nn.Module):
             kind = "arbitrary"
         if self.softmax_type == "learnable":
             options["softmax_offset"] = self.param("softmax_offset", nn.initializers.zeros, (self.num_attention_heads,), jnp.float32)
-        return functions.dot_product_attention(
-            *layers, attn_mask_type=kind, mask=mask, bias=bias, attn_bias_type=self.attn_bias_type,
-            scale_factor=self.scale_factor, qkv_format="sbhd" if self.transpose_batch_sequence else "bshd", window_size=self.window_size,
-            softmax_type=self.softmax_type, **options,
-        )  # fmt: skip
+        o = functions.dot_product_attention(
+            *layers, attn_mask_type=kind, mask=mask, bias=bias, attn_bias_type=self.attn_bias_type, scale_factor=self.scale_factor,
+            qkv_format=form(self), window_size=self.window_size, softmax_type=self.softmax_type, **options)  # fmt: skip
+        return checkpoint_name(o, self.context_checkpoint_name)
 
 
 class MultiHeadAttention(nn.Module):
     """Projections, attention, output projection; returns (y, norm(inputs_q) where ``return_layernorm_output``, else None).
 
     Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or ``query``, ``key``, ``value``; the
-    first holds the input's norm; ``DotProductAttention_0``; ``out``. ``scale_attn_logits``: whether scores are divided by sqrt(head_dim);
-    ``scaled_query_init``: whether the query's initial kernel is instead. Rotary embedding of queries and keys by
-    ``rotary_pos_emb_windows`` (lowest, highest wave length / 2 pi), "consecutive" halves or "alternate" neighbours.
+    first holds the input's norm; ``DotProductAttention_0``; ``out``. Their parameters carry Transformer Engine's logical axes (see
+    ``common.extend_logical_axis_rules``), in Flax's boxes.
 
-    ``qk_norm_type``: "L2Normalization", "RMSNorm" or "LayerNorm" of each query's and each key's features, children ``q_norm``, ``k_norm``;
-    after the rotary embedding or, ``qk_norm_before_rope``, before it. ``logical_partitioning``: parameters carry Transformer Engine's
-    logical axes (see ``common.extend_logical_axis_rules``). Fields of ``common.FIXED`` have one value.
+    ``scale_attn_logits``: whether scores are divided by sqrt(head_dim); ``scaled_query_init``: whether the query's initial kernel is
+    instead. Rotary embedding of queries and keys by ``rotary_pos_emb_windows`` (lowest, highest wave length / 2 pi), "consecutive" halves
+    or "alternate" neighbours. ``low_rank_adaptation_scope``: one of ``lora.SCOPES``. ``qk_norm_type``: "L2Normalization", "RMSNorm" or
+    "LayerNorm" of each query's and each key's features, children ``q_norm``, ``k_norm``; after the rotary embedding or,
+    ``qk_norm_before_rope``, before it. Fields of ``common.FIXED`` have one value. ``decode``: see ``cache``.
     """
 
     head_dim: int
@@ -117,28 +121,34 @@ class MultiHeadAttention(nn.Module):
     enable_rotary_pos_emb: bool = False
     rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
     rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
     dtype: Any = jnp.float32
     fuse_qkv_params: bool = True
-    transpose_batch_sequence: bool = False
+    transpose_batch_sequence: bool | None = None
+    enable_sequence_parallel: bool = False
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
+    float32_logits: bool = False
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
+    score_mod: Any = None
+    score_mod_bprop: Any = None
+    num_heads: int | None = None
+    dropout_rate: float | None = None
+    output_layernorm: bool | None = None
+    apply_residual_connection_post_layernorm: bool | None = None
+    fuse_qkv: bool | None = None
     qk_norm_type: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
-    logical_partitioning: bool = False
-    float32_logits: bool = False
-    low_rank_adaptation_scope: str = "none"
-    enable_sequence_parallel: bool = False
-    score_mod: Any = None
-    score_mod_bprop: Any = None
 
     @nn.compact
-    def __call__(self, inputs_q: Any, inputs_kv: Any, mask: Any = None, bias: Any = None, *, deterministic: bool = False,
-                 sequence_descriptor: Any = None) -> tuple[Any, Any]:
+    def __call__(self, inputs_q: Any, inputs_kv: Any, mask: Any = None, bias: Any = None, *, decode: bool = False,
+                 deterministic: bool = False, sequence_descriptor: Any = None, **fixed: Any) -> tuple[Any, Any]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
-        check_fixed(self)
+        check_fixed(self, fixed)
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         own = inputs_q is inputs_kv
         shared = {"use_bias": self.use_bias, "bias_init": self.bias_init, "dtype": self.dtype}
@@ -155,8 +165,6 @@ class MultiHeadAttention(nn.Module):
             return start
 
         def axes(parts: int, out: bool = False) -> dict[str, Any]:
-            if not self.logical_partitioning:
-                return {}
             joined = ("nvte_w_joined",) if parts > 1 else ()
             kernel = ("nvte_w_tp", "nvte_w_fsdp") if out else ("nvte_w_fsdp", *joined, "nvte_w_tp")
             return {"kernel_axes": kernel, "bias_axes": ("nvte_w_no_shard",) if out else (*joined, "nvte_w_tp")}
@@ -165,12 +173,15 @@ class MultiHeadAttention(nn.Module):
             return LayerNormDenseGeneral(
                 features, self.input_layernorm, self.layernorm_type, self.layernorm_epsilon, self.zero_centered_gamma,
                 kernel_init=init(parts, True), return_layernorm_output=self.return_layernorm_output or (own and parts == 1), name=name,
-                **(axes(parts) | NORM_AXES if self.logical_partitioning else {}), **shared)(inputs_q)  # fmt: skip
+                **NORM_AXES, **axes(parts), **shared, **lora.fields(self, "qkv_proj"))(inputs_q)  # fmt: skip
 
         def plain(name: str, features: Any, x: Any, parts: int = 1) -> Any:
-            return DenseGeneral(features, kernel_init=init(parts, False), name=name, **axes(parts, name == "out"), **shared)(x)
+            adaptation = lora.fields(self, "output_proj" if name == "out" else "qkv_proj")
+            return DenseGeneral(features, kernel_init=init(parts, False), name=name, **axes(parts, name == "out"), **shared,
+                                **adaptation)(x)
 
-        apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None  # queries and keys go through something of their own
+        # queries and keys go through something of their own
+        apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
         if own and self.fuse_qkv_params and groups == heads:
             y, ln = normed("qkv", (3, heads * self.head_dim), 3)
             layers = [y[..., i, :] for i in range(3)] if apart else [y]
@@ -183,35 +194,49 @@ class MultiHeadAttention(nn.Module):
             else:
                 layers = [q, *(plain(name, groups * self.head_dim, source) for name in ("key", "value"))]
         layers = [a.reshape(*a.shape[:-1], -1, self.head_dim) for a in layers]
+        past = cache.Past(self, *layers[1:], sequence_descriptor) if decode else None
         if apart:
-            layers[:2] = self._changed(layers[0], "q_norm"), self._changed(layers[1], "k_norm")
+            layers[:2] = (small.changed(a, self._norm(name), self._turn(past), self.qk_norm_before_rope)
+                          for a, name in zip(layers[:2], ("q_norm", "k_norm"), strict=True))
+        kind, window = self.attn_mask_type, self.window_size
+        if past is not None:
+            layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
+            kind, window = (kind, window) if past.index is None else ("arbitrary", None)  # the mask says it all
         core = DotProductAttention(
-            self.head_dim, heads, groups, self.attention_dropout, self.attn_mask_type, self.attn_bias_type, self.dropout_rng_name,
-            1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0, self.transpose_batch_sequence, self.window_size,
-            self.softmax_type, list(QKV_LAYOUTS)[len(layers) - 1])  # fmt: skip
+            self.head_dim, heads, groups, self.attention_dropout, kind, self.attn_bias_type, dropout_rng_name=self.dropout_rng_name,
+            qkv_layout=list(QKV_LAYOUTS)[len(layers) - 1], scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=self.transpose_batch_sequence, window_size=window, softmax_type=self.softmax_type)  # fmt: skip
         o = core(*layers, *[None] * (3 - len(layers)), sequence_descriptor, bias, deterministic=deterministic, mask=mask)
+        o = o if past is None else past.checked(o)
         y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1))
         return y, ln if self.return_layernorm_output else None
 
-    def _changed(self, x: Any, name: str) -> Any:
-        """Queries or keys after their norm and their rotary embedding."""
-        if self.qk_norm_type is not None and self.qk_norm_before_rope:
-            x = self._normed(x, name)
-        x = self._turned(x) if self.enable_rotary_pos_emb else x
-        return x if self.qk_norm_type is None or self.qk_norm_before_rope else self._normed(x, name)
-
-    def _normed(self, x: Any, name: str) -> Any:
+    def _norm(self, name: str) -> Any:
+        """The norm of queries or keys as a function, None where there is none."""
+        if self.qk_norm_type is None:
+            return None
         if self.qk_norm_type not in QK_NORMS:
             raise FormatError(expected("MultiHeadAttention", "qk_norm_type", repr(self.qk_norm_type), f"one of {', '.join(QK_NORMS)}"))
         if self.qk_norm_type == "L2Normalization":
-            return small.l2norm(x, self.qk_norm_eps)
-        return LayerNorm(self.qk_norm_eps, QK_NORMS[self.qk_norm_type], dtype=self.dtype, name=name)(x)
+            return lambda x: small.l2norm(x, self.qk_norm_eps)
+        return LayerNorm(self.qk_norm_eps, QK_NORMS[self.qk_norm_type], dtype=self.dtype, name=name)
 
-    def _turned(self, x: Any) -> Any:
-        form, alternate = "sbhd" if self.transpose_batch_sequence else "bshd", self.rotary_pos_emb_group_method == "alternate"
+    def _turn(self, past: cache.Past | None) -> Any:
+        """The rotary embedding as a function, None where there is none."""
+        if not self.enable_rotary_pos_emb:
+            return None
+        if self.rotary_pos_emb_group_method not in GROUPINGS:
+            wanted = f"one of {', '.join(GROUPINGS)}"
+            raise FormatError(expected("MultiHeadAttention", "rotary_pos_emb_group_method", repr(self.rotary_pos_emb_group_method), wanted))
+        order, alternate = form(self), GROUPINGS[self.rotary_pos_emb_group_method]
         low, high = self.rotary_pos_emb_windows
-        freqs = small.rope_frequencies(self.head_dim, x.shape[form.index("s")], high / low, alternate) / low
-        return small.rope(x, freqs, qkv_format=form, interleaved=alternate)
+
+        def turn(x: Any) -> Any:
+            positions = x.shape[order.index("s")] if past is None else past.length
+            freqs = small.rope_frequencies(self.head_dim, positions, high / low, alternate) / low
+            return small.rope(x, freqs, None if past is None else past.starts(), qkv_format=order, interleaved=alternate)
+
+        return turn
 
 
 class RelativePositionBiases(nn.Module):
@@ -221,7 +246,7 @@ class RelativePositionBiases(nn.Module):
     max_distance: int
     num_attention_heads: int
     embedding_init: Any = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-    embedding_axes: tuple[Any, ...] = ()
+    embedding_axes: tuple[Any, ...] = ("heads", "relpos_buckets")
     dtype: Any = jnp.float32
 
     @nn.compact

@@ -1,38 +1,41 @@
-"""What the Flax modules share: parameters, logical axes, fields that are refused, FP8 state in the collection ``fp8_metas``."""
+"""What the Flax modules share: parameters, logical axes, fields that are refused, dropout, FP8 state in the collection ``fp8_metas``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.recipe import DelayedScaling
+from fp8kit_jax import small
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.scopes import mesh_resource, recipe_in_force
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot
 
-Shape = tuple[int, ...]
+_ONE = "attention is not split along the sequence"
+_SCORES = "scores are changed by bias, mask, window and ALiBi"
 
-# fields of Transformer Engine's modules that there are for their one value: name -> (value, why no other)
+# fields and arguments of Transformer Engine's modules that there are for their one value: name -> (value, why no other)
 FIXED: dict[str, tuple[Any, str]] = {
-    "enable_low_rank_adaptation": (False, "low-rank adaptation is not there"),
-    "low_rank_adaptation_scope": ("none", "low-rank adaptation is not there"),
-    "dot_input_axes": (None, "norm and product are one operation, nothing lies between them"),
-    "dot_1_input_axes": (None, "norm and product are one operation, nothing lies between them"),
-    "dot_2_input_axes": (None, "activation and product are one operation, nothing lies between them"),
-    "quantization_checkpoint_name": (None, "what a product keeps is named by nothing"),
-    "hidden_dropout_dims": ((), "dropout draws every element"),
-    "intermediate_dropout_dims": ((), "dropout draws every element"),
-    "intermediate_hidden_dropout_dims": ((), "dropout draws every element"),
-    "enable_sequence_parallel": (False, "shard the arrays themselves: jax.jit splits along what they say"),
-    "context_parallel_axis": ("", "attention is not split along the sequence"),
-    "context_parallel_causal_load_balanced": (False, "attention is not split along the sequence"),
-    "context_parallel_strategy": ("DEFAULT", "attention is not split along the sequence"),
+    "quantization_checkpoint_name": (None, "quantised operands and the product come out of one call"),
+    "ffn1_ckpt_name": ("ffn1", "what lies between the products does not leave their one call"),
+    "enable_sequence_parallel": (False, "rows are split along their first dimension, not along the sequence"),
+    "context_parallel_axis": ("", _ONE),
+    "context_parallel_causal_load_balanced": (False, _ONE),
+    "context_parallel_strategy": ("DEFAULT", _ONE),
     "max_segments_per_seq": (1, "use dot_product_attention with qkv_format 'thd'"),
-    "score_mod": (None, "scores are changed by bias, mask, window and ALiBi"),
-    "score_mod_bprop": (None, "scores are changed by bias, mask, window and ALiBi"),
+    "score_mod": (None, _SCORES),
+    "score_mod_bprop": (None, _SCORES),
+    "score_mod_tensors": (None, _SCORES),
+    "score_mod_bprop_tensors": (None, _SCORES),
+    "num_heads": (None, "renamed: num_attention_heads"),
+    "dropout_rate": (None, "renamed: attention_dropout"),
+    "output_layernorm": (None, "renamed: input_layernorm"),
+    "apply_residual_connection_post_layernorm": (None, "renamed: return_layernorm_output"),
+    "fuse_qkv": (None, "renamed: fuse_qkv_params"),
 }
 
 # logical axes of Transformer Engine's kernels and activations -> fields of MeshResource that they follow, in this order
@@ -50,12 +53,16 @@ MLP_AXES = NORM_AXES | {
 }  # fmt: skip
 
 
-def check_fixed(module: Any) -> None:
-    """Fp8kitError that names a field of ``FIXED`` with another value."""
-    for name, (value, why) in FIXED.items():
-        found = getattr(module, name, value)
+def check_fixed(module: Any, given: dict[str, Any] | None = None, fields: Sequence[str] = tuple(FIXED)) -> None:
+    """Fp8kitError that names a field of ``FIXED``, or an argument among ``given``, with another value."""
+    for name in fields:
+        value, why = FIXED[name]
+        found = (given or {}).get(name, getattr(module, name, value))
         if found != value:
-            raise Fp8kitError(expected(type(module).__name__, name, repr(found), f"{value!r}: {why}"))
+            raise ArgumentError(expected(type(module).__name__, name, repr(found), f"{value!r}: {why}"))
+
+
+# --- logical axes -----------------------------------------------------------------------------------------------------
 
 
 def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
@@ -69,13 +76,25 @@ def extend_logical_axis_rules(rules: Any) -> tuple[tuple[str, Any], ...]:
     given = dict(rules)
     for name, axes in own.items():
         if given.get(name, axes) != axes:
-            raise Fp8kitError(expected("extend_logical_axis_rules", name, repr(given[name]), f"{axes!r}, as the MeshResource has it"))
+            raise ArgumentError(expected("extend_logical_axis_rules", name, repr(given[name]), f"{axes!r}, as the MeshResource has it"))
     return (*rules, *((name, axes) for name, axes in own.items() if name not in given))
 
 
+def _rules() -> Any:
+    return nn.get_logical_axis_rules() or extend_logical_axis_rules(())
+
+
+def constrains(axes: Any) -> bool:
+    """Whether the rules in force put one of these logical axes on the mesh."""
+    return bool(axes) and any(axis is not None for axis in nn.logical_to_mesh_axes(tuple(axes), _rules()))
+
+
 def constrained(x: Any, axes: Any) -> Any:
-    """x with a sharding constraint by logical axes, where there are some."""
-    return nn.with_logical_constraint(x, tuple(axes)) if axes else x
+    """x with a sharding constraint by logical axes, where there are some that lie on the mesh."""
+    return nn.with_logical_constraint(x, tuple(axes), rules=_rules()) if constrains(axes) else x
+
+
+# --- parameters and state ---------------------------------------------------------------------------------------------
 
 
 def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
@@ -112,3 +131,32 @@ def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, Any]:
     name, init, axes = ("ln_bias", module.ln_bias_init, module.ln_bias_axes) if hasattr(module, "ln_bias_init") else (
         "ln_bias", module.bias_init, module.bias_axes)
     return jnp.asarray(scale, dtype), jnp.asarray(module.param(name, partitioned(init, axes), (features,), module.dtype), dtype)
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def dropped(x: Any, rate: float, key: Any, dims: Sequence[int]) -> Any:
+    """dropout(x) with probability ``rate``; along ``dims`` one draw serves all (Flax's ``broadcast_dims``)."""
+    if not dims:
+        return small.dropout_add(x, rate=rate, key=key)
+    shape = [1 if d in {range(x.ndim)[i] for i in dims} else n for d, n in enumerate(x.shape)]
+    return x * small.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
+
+
+def joined(module: Any, x: Any, residual: Any, deterministic: bool, path: float) -> Any:
+    """residual + dropout(x) as a TransformerLayer's fields say; whole samples of dropout(x) dropped with probability ``path``."""
+    rate, path = (0.0, 0.0) if deterministic else (module.hidden_dropout, path)
+    key = module.make_rng(module.dropout_rng_name) if rate else None
+    dims = tuple(module.hidden_dropout_dims)
+    if not path and not (rate and dims):
+        return small.dropout_add(x, residual, rate=rate, key=key)
+    branch = dropped(x, rate, key, dims) if rate else x
+    if not path:
+        return small.dropout_add(branch, residual)
+    return small.drop_path(branch, residual, path, module.make_rng(module.dropout_rng_name), form(module))
+
+
+def form(module: Any) -> str:
+    """The order of the dimensions of a module's arrays."""
+    return "sbhd" if module.transpose_batch_sequence else "bshd"

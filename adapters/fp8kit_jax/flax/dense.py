@@ -6,14 +6,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
+from fp8kit.errors import ShapeError, expected
 from fp8kit_jax import layers as functions
 from fp8kit_jax import small
 from fp8kit_jax.activations import activation
-from fp8kit_jax.flax.common import check_fixed, constrained, fan_in, norm_parameters, partitioned, quantizer_set
+from fp8kit_jax.flax.common import (
+    check_fixed,
+    constrained,
+    constrains,
+    dropped,
+    fan_in,
+    norm_parameters,
+    partitioned,
+    quantizer_set,
+)
+from fp8kit_jax.flax.lora import adapted
 
 Axes = tuple[Any, ...]
 
@@ -22,20 +33,25 @@ def _features(features: int | Sequence[int]) -> tuple[int, ...]:
     return (features,) if isinstance(features, int) else tuple(features)
 
 
+def _last_axis(module: Any) -> None:
+    if module.axis not in (-1, (-1,)):
+        raise ShapeError(expected(type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension"))
+
+
 class LayerNorm(nn.Module):
     """norm(x) over the last dimension. Parameters ``scale`` and, of "layernorm", ``ln_bias``, in ``dtype``; x: h (..., N), returned alike.
 
     Fields as Transformer Engine's: ``layernorm_type`` "layernorm" or "rmsnorm"; ``scale_init`` None: ones, zeros with
-    ``zero_centered_gamma``.
+    ``zero_centered_gamma``; ``scale_axes``, ``bias_axes``: see ``DenseGeneral``.
     """
 
     epsilon: float = 1e-6
     layernorm_type: str = "layernorm"
     zero_centered_gamma: bool = False
     scale_init: Any = None
-    scale_axes: Axes = ()
+    scale_axes: Axes = ("embed",)
     bias_init: Any = nn.initializers.zeros
-    bias_axes: Axes = ()
+    bias_axes: Axes = ("embed",)
     dtype: Any = jnp.float32
 
     @nn.compact
@@ -50,7 +66,10 @@ class DenseGeneral(nn.Module):
 
     * ``features``: int or several: the output's last dimensions. ``axis``: the input's dimensions that are summed over.
     * Parameters ``kernel`` (summed dimensions..., features...) and ``bias`` (features...), in ``dtype``, cast to x's dtype when used.
-    * ``kernel_axes``, ``bias_axes``: logical axes of the parameters (Flax's ``LogicallyPartitioned`` boxes); ``input_axes``: of the input.
+    * ``kernel_axes``, ``bias_axes``: logical axes of the parameters, which where there are some come in Flax's ``LogicallyPartitioned``
+      boxes (``flax.linen.unbox``); ``input_axes``: of the input.
+    * ``enable_low_rank_adaptation``, ``low_rank_adaptation_dim``, ``low_rank_adaptation_alpha``: see ``lora.adapted``.
+    * ``transpose_batch_sequence``: whether the sequence comes before the batch, which is the same here.
     * Variables of the collection "fp8_metas" with delayed scaling. Fields of ``common.FIXED`` have one value.
     """
 
@@ -60,10 +79,13 @@ class DenseGeneral(nn.Module):
     use_bias: bool = True
     bias_init: Any = nn.initializers.zeros
     bias_axes: Axes = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
     input_axes: Axes = ()
-    enable_low_rank_adaptation: bool = False
+    transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
 
     @nn.compact
@@ -83,14 +105,16 @@ class DenseGeneral(nn.Module):
         bias = self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype) if self.use_bias else None
         bias = None if bias is None else jnp.asarray(bias, inputs.dtype)
         dims = (axis, tuple(range(len(axis))))
-        return functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self))
+        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self))
+        return adapted(self, y, inputs, axis, features)
 
 
 class LayerNormDenseGeneral(nn.Module):
     """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else None).
 
     Parameters ``scale``, ``ln_bias``, ``kernel`` (K, features...), ``bias``. ``enable_layernorm=False`` leaves the norm out;
-    ``depth_scaling`` divides y.
+    ``depth_scaling`` divides y. ``layernorm_input_axes``, ``dot_input_axes``: logical axes of x and of norm(x); where rules put those
+    on the mesh, norm and product are two operations. The rest: as ``DenseGeneral``; ``axis`` is -1.
     """
 
     features: int | Sequence[int]
@@ -99,26 +123,31 @@ class LayerNormDenseGeneral(nn.Module):
     epsilon: float = 1e-6
     zero_centered_gamma: bool = False
     scale_init: Any = None
-    scale_axes: Axes = ()
+    scale_axes: Axes = ("embed",)
     ln_bias_init: Any = nn.initializers.zeros
-    ln_bias_axes: Axes = ()
+    ln_bias_axes: Axes = ("embed",)
     kernel_init: Any = None
     kernel_axes: Axes = ()
     use_bias: bool = False
     bias_init: Any = nn.initializers.zeros
     bias_axes: Axes = ()
     return_layernorm_output: bool = False
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
-    depth_scaling: float | None = None
     layernorm_input_axes: Axes | None = None
     dot_input_axes: Axes | None = None
-    enable_low_rank_adaptation: bool = False
+    depth_scaling: float | None = None
+    transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
 
     @nn.compact
     def __call__(self, inputs: Any) -> tuple[Any, Any]:
         """``inputs``: h (..., K)."""
         check_fixed(self)
+        _last_axis(self)
         inputs = constrained(inputs, self.layernorm_input_axes)
         features, kind = _features(self.features), inputs.dtype
         init = self.kernel_init or fan_in(len(features))
@@ -126,23 +155,28 @@ class LayerNormDenseGeneral(nn.Module):
         kernel = self.param("kernel", partitioned(init, self.kernel_axes), (inputs.shape[-1], *features), self.dtype)
         bias = self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype) if self.use_bias else None
         kernel, bias = jnp.asarray(kernel, kind), None if bias is None else jnp.asarray(bias, kind)
-        normed = None
-        if self.enable_layernorm:
-            options = (self.layernorm_type, self.zero_centered_gamma, self.epsilon, quantizer_set(self), self.return_layernorm_output)
-            y = functions.layernorm_dense(inputs, kernel, scale, ln_bias, bias, *options)
-            y, normed = y if self.return_layernorm_output else (y, None)
+        norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
+        wanted = self.return_layernorm_output or self.enable_low_rank_adaptation
+        if self.enable_layernorm and not constrains(self.dot_input_axes):
+            y = functions.layernorm_dense(inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted)
+            y, normed = y if wanted else (y, None)
         else:
-            y = functions.dense(inputs, kernel, bias, quantizer_set=quantizer_set(self))
-            normed = inputs if self.return_layernorm_output else None
-        return (y if self.depth_scaling is None else y / jnp.asarray(self.depth_scaling, kind)), normed
+            normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
+            normed = constrained(normed, self.dot_input_axes)
+            y = functions.dense(normed, kernel, bias, quantizer_set=quantizer_set(self))
+        y = adapted(self, y, normed, (inputs.ndim - 1,), features)
+        y = y if self.depth_scaling is None else y / jnp.asarray(self.depth_scaling, kind)
+        return y, normed if self.return_layernorm_output else None
 
 
 class LayerNormMLP(nn.Module):
     """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None).
 
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), with
-    a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``. One operation, but where
-    ``intermediate_dropout_rate`` or ``enable_layernorm=False`` takes it apart.
+    a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and
+    ``wo_``. One operation, but where dropout, adaptation, ``enable_layernorm=False`` or logical axes of what lies between take it apart.
+    ``intermediate_hidden_dropout_dims``: dimensions along which one draw serves all. y has the name ``ffn2_ckpt_name`` for
+    ``jax.checkpoint``'s policies. The rest: as ``LayerNormDenseGeneral``.
     """
 
     intermediate_dim: int = 2048
@@ -151,33 +185,40 @@ class LayerNormMLP(nn.Module):
     epsilon: float = 1e-6
     zero_centered_gamma: bool = False
     scale_init: Any = None
-    scale_axes: Axes = ()
+    scale_axes: Axes = ("embed",)
     ln_bias_init: Any = nn.initializers.zeros
-    ln_bias_axes: Axes = ()
+    ln_bias_axes: Axes = ("embed",)
     kernel_init: Any = None
-    kernel_axes_1: Axes = ()
-    kernel_axes_2: Axes = ()
+    kernel_axes_1: Axes = ("embed", "act", "mlp")
+    kernel_axes_2: Axes = ("mlp", "embed")
     use_bias: bool = False
     bias_init: Any = nn.initializers.zeros
-    bias_axes_1: Axes = ()
-    bias_axes_2: Axes = ()
+    bias_axes_1: Axes = ("act", "mlp")
+    bias_axes_2: Axes = ("embed",)
     return_layernorm_output: bool = False
     activations: Sequence[str] = ("gelu",)
+    activation_params: Any = None
     intermediate_dropout_rng_name: str = "dropout"
     intermediate_dropout_rate: float = 0.0
+    intermediate_hidden_dropout_dims: Sequence[int] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
-    activation_params: Any = None
     layernorm_input_axes: Axes | None = None
     dot_1_input_axes: Axes | None = None
     dot_2_input_axes: Axes | None = None
-    intermediate_hidden_dropout_dims: Sequence[int] = ()
-    enable_low_rank_adaptation: bool = False
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
+    transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
 
     @nn.compact
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, Any]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
+        _last_axis(self)
         inputs = constrained(inputs, self.layernorm_input_axes)
         hidden, wide, parts, kind = inputs.shape[-1], self.intermediate_dim, tuple(self.activations), inputs.dtype
 
@@ -192,25 +233,22 @@ class LayerNormMLP(nn.Module):
         sets = quantizer_set(self, "_0"), quantizer_set(self, "_1")
         norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
-        if self.enable_layernorm and not rate:
+        apart = rate or self.enable_low_rank_adaptation or constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
+        if self.enable_layernorm and not apart:
             options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params)
             y = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
-            return y if self.return_layernorm_output else (y, None)
-        if self.enable_layernorm:
-            first = functions.layernorm_dense(inputs, wi, scale, ln_bias, bi, *norm, sets[0], True)
+            y, normed = y if self.return_layernorm_output else (y, None)
+            return checkpoint_name(y, self.ffn2_ckpt_name), normed
+        if self.enable_layernorm and not constrains(self.dot_1_input_axes):
+            h, normed = functions.layernorm_dense(inputs, wi, scale, ln_bias, bi, *norm, sets[0], True)
         else:
-            first = functions.dense(inputs, wi, bi, quantizer_set=sets[0]), inputs
-        act = activation(first[0], parts, self.activation_params)
+            normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
+            normed = constrained(normed, self.dot_1_input_axes)
+            h = functions.dense(normed, wi, bi, quantizer_set=sets[0])
+        h = adapted(self, h, normed, (inputs.ndim - 1,), (len(parts), wide), "wi_")
+        act = activation(h, parts, self.activation_params)
         if rate:
-            act = small.dropout_add(act, rate=rate, key=self.make_rng(self.intermediate_dropout_rng_name))
-        return functions.dense(act, wo, bo, quantizer_set=sets[1]), first[1] if self.return_layernorm_output else None
-
-
-def joined(module: nn.Module, x: Any, residual: Any, rate: float, name: str, deterministic: bool, path: float, form: str) -> Any:
-    """residual + dropout(x) with the module's generator ``name``; whole samples of dropout(x) dropped with probability ``path``."""
-    rate, path = (0.0, 0.0) if deterministic else (rate, path)
-    key: jax.Array | None = module.make_rng(name) if rate else None
-    if not path:
-        return small.dropout_add(x, residual, rate=rate, key=key)
-    branch = small.dropout_add(x, rate=rate, key=key) if rate else x
-    return small.drop_path(branch, residual, path, module.make_rng(name), form)
+            act = dropped(act, rate, self.make_rng(self.intermediate_dropout_rng_name), tuple(self.intermediate_hidden_dropout_dims))
+        act = constrained(act, self.dot_2_input_axes)
+        y = adapted(self, functions.dense(act, wo, bo, quantizer_set=sets[1]), act, (inputs.ndim - 1,), (hidden,), "wo_")
+        return checkpoint_name(y, self.ffn2_ckpt_name), normed if self.return_layernorm_output else None

@@ -10,9 +10,21 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fp8kit.errors import ShapeError, expected
+from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
-from fp8kit_jax.flax.common import MLP_AXES, check_fixed
-from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP, joined
+from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, check_fixed, joined
+from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
+
+# fields that go on to the children under the same name
+_NORM = ("layernorm_type", "zero_centered_gamma")
+_BOTH = (*_NORM, "use_bias", "bias_init", "dtype", "transpose_batch_sequence")
+_ATTENTION = (
+    "num_attention_heads", "num_gqa_groups", "attention_dropout", "dropout_rng_name", "layernorm_epsilon", "enable_rotary_pos_emb",
+    "rotary_pos_emb_windows", "rotary_pos_emb_group_method", "low_rank_adaptation_scope", "low_rank_adaptation_dim",
+    "low_rank_adaptation_alpha", "fuse_qkv_params", "scale_attn_logits", "scaled_query_init", "softmax_type", "qk_norm_type",
+    "qk_norm_eps", "qk_norm_before_rope",
+)  # fmt: skip
+_FIXED = ("enable_sequence_parallel", "score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors")
 
 
 class TransformerLayerType(Enum):
@@ -28,7 +40,9 @@ class TransformerLayer(nn.Module):
     Children ``attention`` (a decoder's: ``self_attention``, ``encoder_decoder_attention``), ``mlp``, ``relpos_bias`` with
     ``enable_relative_embedding`` (32 buckets, distances up to 128) and, with ``output_layernorm``, ``LayerNorm_0`` at the end, the input's
     norm left out. ``apply_residual_connection_post_layernorm``: residuals start after the norms. ``drop_path``: probability of dropping a
-    whole sample from the first attention's and the MLP's branch. The rest: as the children; fields of ``common.FIXED`` have one value.
+    whole sample from the first attention's and the MLP's branch. ``hidden_dropout_dims``, ``intermediate_dropout_dims``: dimensions along
+    which one draw serves all. ``float32_attention_logits``: scores are float32 either way. Parameters carry Transformer Engine's logical
+    axes, in Flax's boxes. The rest: as the children; fields of ``common.FIXED`` have one value.
     """
 
     hidden_size: int = 512
@@ -39,16 +53,20 @@ class TransformerLayer(nn.Module):
     layernorm_epsilon: float = 1e-6
     zero_centered_gamma: bool = False
     hidden_dropout: float = 0.1
+    hidden_dropout_dims: Sequence[int] = ()
     attention_dropout: float = 0.1
     intermediate_dropout: float = 0.0
+    intermediate_dropout_dims: Sequence[int] = ()
     dropout_rng_name: str = "dropout"
     mha_kernel_init: Any = None
     mlp_kernel_init: Any = None
     mlp_activations: Sequence[str] = ("gelu",)
+    mlp_activation_params: Any = None
     use_bias: bool = False
     bias_init: Any = nn.initializers.zeros
     apply_residual_connection_post_layernorm: bool = False
     output_layernorm: bool = False
+    float32_attention_logits: bool = False
     layer_type: TransformerLayerType = TransformerLayerType.ENCODER
     self_attn_mask_type: str = "causal"
     self_attn_bias_type: str | None = None
@@ -57,78 +75,78 @@ class TransformerLayer(nn.Module):
     enable_rotary_pos_emb: bool = False
     rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
     rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
     dtype: Any = jnp.float32
+    drop_path: float = 0.0
     fuse_qkv_params: bool = True
     transpose_batch_sequence: bool = False
+    enable_sequence_parallel: bool = False
     scale_attn_logits: bool = False
     scaled_query_init: bool = True
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
-    drop_path: float = 0.0
-    mlp_activation_params: Any = None
+    score_mod: Any = None
+    score_mod_bprop: Any = None
     qk_norm_type: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
-    logical_partitioning: bool = False
-    float32_attention_logits: bool = False
-    hidden_dropout_dims: Sequence[int] = ()
-    intermediate_dropout_dims: Sequence[int] = ()
-    low_rank_adaptation_scope: str = "none"
-    enable_sequence_parallel: bool = False
-    score_mod: Any = None
-    score_mod_bprop: Any = None
 
     @nn.compact
     def __call__(self, inputs: Any, encoded: Any = None, attention_mask: Any = None, encoder_decoder_mask: Any = None,
-                 deterministic: bool = False, sequence_descriptor: Any = None) -> Any:
+                 deterministic: bool = False, decode: bool = False, max_decode_length: int | None = None, *,
+                 sequence_descriptor: Any = None, **fixed: Any) -> Any:
         """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``; ``encoded``: a decoder's, likewise. Masks: True masks
-        out."""
-        check_fixed(self)
+        out. ``decode``: the self attention keeps a cache, see ``cache``; ``max_decode_length``: its length, None as it was made."""
+        check_fixed(self, fixed, _FIXED)
         op, decoder = "TransformerLayer", self.layer_type is TransformerLayerType.DECODER
         if inputs.shape[-1] != self.hidden_size or self.hidden_size % self.num_attention_heads:
             wanted = f"a last dimension of {self.hidden_size}, a multiple of {self.num_attention_heads} heads"
             raise ShapeError(expected(op, "inputs", f"shape {inputs.shape}", wanted))
         if decoder and encoded is None:
             raise ShapeError(expected(op, "encoded", None, "an array, for a decoder"))
-        s = inputs.shape[0 if self.transpose_batch_sequence else 1]
-        bias = None
-        if self.enable_relative_embedding:
-            heads = self.num_attention_heads
-            found = self.relative_embedding or RelativePositionBiases(32, 128, heads, dtype=self.dtype, name="relpos_bias")
-            bias = jnp.asarray(found(s, s, self.self_attn_mask_type == "no_mask" or not decoder), inputs.dtype)
+        mine = "self_attention" if decoder else "attention"
+        bias = self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
         post = self.apply_residual_connection_post_layernorm
-        norm = {"layernorm_type": self.layernorm_type, "zero_centered_gamma": self.zero_centered_gamma}
-        shared = {"use_bias": self.use_bias, "bias_init": self.bias_init, "dtype": self.dtype, "return_layernorm_output": post}
 
-        def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any, first: bool) -> Any:
+        def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any) -> Any:
+            first = name == mine
             layer = MultiHeadAttention(
-                self.hidden_size // self.num_attention_heads, self.num_attention_heads, self.num_gqa_groups, self.attention_dropout,
-                self.dropout_rng_name, input_layernorm=not (first and self.output_layernorm), layernorm_epsilon=self.layernorm_epsilon,
-                kernel_init=self.mha_kernel_init, attn_mask_type=kind, attn_bias_type=self.self_attn_bias_type if first else None,
-                enable_rotary_pos_emb=self.enable_rotary_pos_emb, rotary_pos_emb_windows=self.rotary_pos_emb_windows,
-                rotary_pos_emb_group_method=self.rotary_pos_emb_group_method, fuse_qkv_params=self.fuse_qkv_params,
-                transpose_batch_sequence=self.transpose_batch_sequence, scale_attn_logits=self.scale_attn_logits,
-                scaled_query_init=self.scaled_query_init, window_size=self.window_size if first else None, softmax_type=self.softmax_type,
-                qk_norm_type=self.qk_norm_type, qk_norm_eps=self.qk_norm_eps, qk_norm_before_rope=self.qk_norm_before_rope,
-                logical_partitioning=self.logical_partitioning, float32_logits=self.float32_attention_logits, name=name, **norm, **shared,
+                self.hidden_size // self.num_attention_heads, input_layernorm=not (first and self.output_layernorm), attn_mask_type=kind,
+                kernel_init=self.mha_kernel_init, attn_bias_type=self.self_attn_bias_type if first else None,
+                window_size=self.window_size if first else None, return_layernorm_output=post, name=name, **self._fields(_BOTH, _ATTENTION),
             )  # fmt: skip
             lengths = sequence_descriptor if first else None
-            y, normed = layer(x, kv, mask, bias, deterministic=deterministic, sequence_descriptor=lengths)
-            return self._join(y, normed if post else x, deterministic, self.drop_path if first else 0.0)
+            y, normed = layer(x, kv, mask, bias, decode=decode and first, deterministic=deterministic, sequence_descriptor=lengths)
+            return joined(self, y, normed if post else x, deterministic, self.drop_path if first else 0.0)
 
-        mine = "self_attention" if decoder else "attention"
-        x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias, True)
+        x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
-            x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None, False)
+            x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
         mlp = LayerNormMLP(
             self.mlp_hidden_size, epsilon=self.layernorm_epsilon, kernel_init=self.mlp_kernel_init, activations=self.mlp_activations,
-            intermediate_dropout_rng_name=self.dropout_rng_name, intermediate_dropout_rate=self.intermediate_dropout, name="mlp",
-            activation_params=self.mlp_activation_params, **(MLP_AXES if self.logical_partitioning else {}), **norm, **shared,
+            activation_params=self.mlp_activation_params, intermediate_dropout_rng_name=self.dropout_rng_name,
+            intermediate_dropout_rate=self.intermediate_dropout, intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
+            return_layernorm_output=post, name="mlp", **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
         )  # fmt: skip
         y, normed = mlp(x, deterministic)
-        y = self._join(y, normed if post else x, deterministic, self.drop_path)
-        return LayerNorm(self.layernorm_epsilon, dtype=self.dtype, **norm)(y) if self.output_layernorm else y
+        y = joined(self, y, normed if post else x, deterministic, self.drop_path)
+        if not self.output_layernorm:
+            return y
+        axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}
+        return LayerNorm(self.layernorm_epsilon, dtype=self.dtype, **axes, **self._fields(_NORM))(y)
 
-    def _join(self, branch: Any, residual: Any, deterministic: bool, path: float) -> Any:
-        form = "sbhd" if self.transpose_batch_sequence else "bshd"
-        return joined(self, branch, residual, self.hidden_dropout, self.dropout_rng_name, deterministic, path, form)
+    def _fields(self, *groups: Sequence[str]) -> dict[str, Any]:
+        """Own fields for a child."""
+        return {name: getattr(self, name) for group in groups for name in group}
+
+    def _biases(self, inputs: Any, name: str, decoder: bool, length: int | None) -> Any:
+        """Relative position biases, of as many rows and columns as there are tokens, or as the cache of the attention ``name`` has room."""
+        at = 0 if self.transpose_batch_sequence else 1
+        if self.has_variable("cache", name):
+            length = self.get_variable("cache", name)["cached_key"].shape[at]
+        count = length or inputs.shape[at]
+        found = self.relative_embedding or RelativePositionBiases(
+            32, 128, self.num_attention_heads, dtype=self.dtype, name="relpos_bias")
+        return jnp.asarray(found(count, count, self.self_attn_mask_type == "no_mask" or not decoder), inputs.dtype)

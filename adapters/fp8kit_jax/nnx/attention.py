@@ -105,18 +105,19 @@ class MultiHeadAttention(nnx.Module):
         if self.rotary or self.qk_norm_type is not None:
             packed = layers[-1]
             parts = [*layers[:-1], *(packed[..., i, :, :] for i in range(packed.shape[-3]))]
-            layers = [self._changed(parts[0], self.q_norm), self._changed(parts[1], self.k_norm), parts[2]]
+            q, k = (small.changed(a, self._norm(own), self._turn(), self.first) for a, own in zip(parts, (self.q_norm, self.k_norm),
+                                                                                               strict=False))
+            layers = [q, k, parts[2]]
         o = self.core(*layers, **given)
         return self.out(o.reshape(*o.shape[:-2], -1))
 
     def _apart(self, x: Any) -> Any:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
-    def _changed(self, x: Any, norm: Any) -> Any:
-        """Queries or keys after their norm and their rotary embedding."""
-        def normed(x: Any) -> Any:
-            return small.l2norm(x, self.qk_norm_eps) if norm is None else norm(x)
+    def _norm(self, own: LayerNorm | None) -> Any:
+        """The norm of queries or keys as a function, None where there is none."""
+        return (lambda x: small.l2norm(x, self.qk_norm_eps)) if own is None and self.qk_norm_type is not None else own
 
-        x = normed(x) if self.qk_norm_type is not None and self.first else x
-        x = small.rope(x, small.rope_frequencies(self.head_dim, x.shape[1])) if self.rotary else x
-        return normed(x) if self.qk_norm_type is not None and not self.first else x
+    def _turn(self) -> Any:
+        """The rotary embedding as a function, None where there is none."""
+        return (lambda x: small.rope(x, small.rope_frequencies(self.head_dim, x.shape[1]))) if self.rotary else None

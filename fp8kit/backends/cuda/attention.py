@@ -1,13 +1,14 @@
 """The contract's attention kernels: cuDNN where it takes the call, else the unfused path.
 
-The choice is a function of the problem and the device alone, made once and kept, so that forward and backward agree without telling each
-other. Both paths save the same log-sum-exp, so one call's two directions may differ in path; not with dropout, where each path has its
-own random stream: there cuDNN must take both directions.
+The choice is a function of the problem, with its strides, and of the device alone, made once and kept, so that forward and backward agree
+without telling each other. Both paths save the same log-sum-exp, so one call's two directions may differ in path; not with dropout, where
+each path has its own random stream: there cuDNN must take both directions.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import cudnn_sdpa, launch, unfused
@@ -22,7 +23,7 @@ _MODES = ((False, False), (True, False), (True, True))  # (backward, determinist
 _NO_DEVICE = "no usable CUDA device"
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
     """Why a direction does not run on cuDNN, None where it does. ``device``: see ``cudnn_sdpa.why_not``."""
     directions = _MODES if about.dropout else ((backward, deterministic and backward),)
@@ -37,7 +38,7 @@ def _why_not_cudnn(about: Problem, backward: bool, deterministic: bool, device: 
 def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras, spec: AttentionSpec,
                   workspace: ArrayView | None, stream: int) -> None:
     """See ``backends.protocol``. BackendError when a library that the chosen path needs fails."""
-    about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
+    about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
     path = unfused if _why_not_cudnn(about, False, False, q.device.index) else cudnn_sdpa
     path.forward(about, q, k, v, o, lse, extras, workspace, stream)
 
@@ -46,23 +47,20 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
                   dv: ArrayView, dbias: ArrayView | None, doffset: ArrayView | None, extras: AttentionExtras, spec: AttentionSpec,
                   deterministic: bool, workspace: ArrayView | None, stream: int) -> None:
     """See ``backends.protocol``. The unfused path is always deterministic. BackendError as in ``attention_fwd``."""
-    about = problem(q.shape, k.shape, v.shape, q.dtype, spec)
+    about = problem(q.shape, k.shape, v.shape, q.dtype, spec, (q.strides, k.strides, v.strides))
     if _why_not_cudnn(about, True, deterministic, q.device.index) is None:  # it takes no bias and no offset
         cudnn_sdpa.backward(about, do, q, k, v, o, lse, dq, dk, dv, extras, deterministic, workspace, stream)
     else:
         unfused.backward(about, do, q, k, v, o, lse, dq, dk, dv, dbias, doffset, extras, workspace, stream)
 
 
-def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool) -> int:
-    """See ``backends.protocol``. For the current device; enough for either value of ``deterministic``."""
-    about, device = problem(q, k, v, dtype, spec), launch.runtime().getDevice()
-
-    def needed(deterministic: bool) -> int:
-        if _why_not_cudnn(about, backward, deterministic, device):
-            return unfused.workspace(about, backward, dbias)
-        return cudnn_sdpa.workspace(about, backward, deterministic, device)
-
-    return max(needed(deterministic) for deterministic in ((False, True) if backward else (False,)))
+def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool,
+                        deterministic: bool, strides: Sequence[Shape]) -> int:
+    """See ``backends.protocol``. For the current device."""
+    about, device = problem(q, k, v, dtype, spec, strides), launch.runtime().getDevice()
+    if _why_not_cudnn(about, backward, deterministic, device):
+        return unfused.workspace(about, backward, dbias)
+    return cudnn_sdpa.workspace(about, backward, deterministic, device)
 
 
 def explain(q: Shape, kv: Shape, dtype: DType, spec: AttentionSpec, v: Shape | None = None) -> list[tuple[str, str]]:

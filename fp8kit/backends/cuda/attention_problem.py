@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
@@ -14,7 +15,7 @@ Strides = tuple[int, int, int, int]
 class Problem(NamedTuple):
     """``rows`` = s_q, ``columns`` = s_kv, ``groups`` = key and value heads, ``dim`` and ``dim_v`` = features of a head of q and k and of v,
     ``dtype`` a DType's name, the rest as in ``protocol.AttentionSpec``: ``left`` and ``right`` its window, ``bottom_right`` False where it
-    makes no difference."""
+    makes no difference. ``strides``: of q, k and v in elements, in the order batch, head, sequence, feature; none: C-contiguous ones."""
 
     batch: int
     heads: int
@@ -34,6 +35,13 @@ class Problem(NamedTuple):
     bottom_right: bool = False
     bias: str = "no_bias"
     softmax_type: str = "vanilla"
+    zero_padded: bool = False
+    strides: tuple[Strides, ...] = ()
+
+    @property
+    def cleaned(self) -> bool:
+        """Whether padding may hold anything, so that products must not read it."""
+        return self.padded and not self.zero_padded
 
     @property
     def banded(self) -> bool:
@@ -52,20 +60,25 @@ class Problem(NamedTuple):
         return (self.right >= 0 and shift + self.right < 0) or (self.left >= 0 and self.rows - 1 + shift - self.left >= self.columns)
 
 
-def problem(q: Shape, k: Shape, v: Shape, dtype: DType, spec: AttentionSpec) -> Problem:
-    """The problem of q, k and v with these shapes (order of dimensions by ``spec.qkv_format``)."""
+def problem(q: Shape, k: Shape, v: Shape, dtype: DType, spec: AttentionSpec, strides: Sequence[Shape] = ()) -> Problem:
+    """The problem of q, k and v with these shapes and ``strides`` (order of dimensions by ``spec.qkv_format``; none: C-contiguous)."""
     s, b = (0, 1) if spec.qkv_format == "sbhd" else (1, 0)
     (left, right), bias = spec.window, spec.bias
     slanted = left >= 0 or right >= 0 or bias == "alibi"
     return Problem(
         q[b], q[2], k[2], q[s], k[s], q[3], v[3], dtype.name, spec.qkv_format, spec.softmax_scale, spec.dropout, spec.padded, spec.masked,
         left, right, spec.bottom_right and slanted and (spec.padded or q[s] != k[s]), bias, spec.softmax_type,
+        spec.zero_padded, tuple([_ordered(spec.qkv_format, steps) for steps in strides]),
     )  # fmt: skip
 
 
 def bhsd(qkv_format: str, view: ArrayView) -> Strides:
     """Strides of a (s, b, h, d) or (b, s, h, d) view in elements, in the order batch, head, sequence, feature."""
-    first, second, head, feature = view.strides
+    return _ordered(qkv_format, view.strides)
+
+
+def _ordered(qkv_format: str, strides: Shape) -> Strides:
+    first, second, head, feature = strides
     return (second, head, first, feature) if qkv_format == "sbhd" else (first, head, second, feature)
 
 

@@ -80,29 +80,32 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def cache_key(name: str, defines: manifest.Defines, arch: str) -> str:
-    """Digest of everything that decides a cubin's contents."""
+def cache_key(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None) -> str:
+    """Digest of everything that decides a cubin's contents; arguments as for ``compile_cubin``."""
+    unit = unit or manifest.unit(name)
     digest = hashlib.sha256()
-    for part in (name, manifest.text(name), *defines, *OPTIONS, arch, *nvrtc_version()):
+    for part in (name, unit.content, *defines, *OPTIONS, arch, *nvrtc_version()):
         digest.update(repr(part).encode() + b"\0")
-    for header in manifest.headers(name):
-        digest.update(repr((header, manifest.text(header))).encode() + b"\0")
+    for header in unit.headers:
+        digest.update(repr(header).encode() + b"\0")
     return digest.hexdigest()
 
 
-def compile_cubin(name: str, defines: manifest.Defines, arch: str) -> CompiledKernel:
-    """The cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the cache or freshly compiled.
+def compile_cubin(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None) -> CompiledKernel:
+    """The cubin of source ``name`` (a file of raw_kernels) with ``defines`` for ``arch``, from the cache or freshly compiled. ``unit``: a
+    text from elsewhere, to be compiled under that name instead.
 
     BackendError where NVRTC is missing, the cache folder cannot be written, or the source does not compile (with NVRTC's whole log).
     """
     folder = settings.cache_dir() / "kernels"
-    path = folder / f"{Path(name).stem}-{cache_key(name, defines, arch)[:32]}.cubin"
+    unit = unit or manifest.unit(name)
+    path = folder / f"{Path(name).stem}-{cache_key(name, defines, arch, unit)[:32]}.cubin"
     notes = path.with_suffix(".json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: compile again
         if path.stat().st_size:
             kept = json.loads(notes.read_text(encoding="utf-8"))
             return CompiledKernel(path, kept["log"], {f: Resources(**r) for f, r in kept["resources"].items()})
-    cubin, log = _compile(name, defines, arch)
+    cubin, log = _compile(name, defines, arch, unit)
     resources = parse_resources(log)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +128,13 @@ def parse_resources(log: str) -> dict[str, Resources]:
     return found
 
 
-def _compile(name: str, defines: manifest.Defines, arch: str) -> tuple[bytes, str]:
+def compile_ptx(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None) -> str:
+    """The PTX of a source, compiled afresh; arguments and errors as for ``compile_cubin``."""
+    return _compile(name, defines, arch, unit, "PTX")[0].rstrip(b"\0").decode()
+
+
+def _compile(name: str, defines: manifest.Defines, arch: str, unit: manifest.Unit | None = None, kind: str = "CUBIN") -> tuple[bytes, str]:
+    """What NVRTC makes, of ``kind`` "CUBIN" or "PTX", and its log."""
     nvrtc = _nvrtc()
 
     def call(function: str, *arguments: Any) -> Any:
@@ -134,18 +143,18 @@ def _compile(name: str, defines: manifest.Defines, arch: str) -> tuple[bytes, st
             raise BackendError(f"compile: {name}: {function} failed with {status.name}")
         return values[0] if values else None
 
-    headers = manifest.headers(name)
-    texts = [manifest.text(header).encode() for header in headers]
-    program = call("nvrtcCreateProgram", manifest.text(name).encode(), name.encode(), len(headers), texts, [h.encode() for h in headers])
+    unit = unit or manifest.unit(name)
+    headers, texts = ([part[i].encode() for part in unit.headers] for i in (0, 1))
+    program = call("nvrtcCreateProgram", unit.content.encode(), name.encode(), len(headers), texts, headers)
     try:
         options = [option.encode() for option in (*OPTIONS, f"-arch={arch}", *(f"-D{key}={value}" for key, value in defines))]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = _text(call("nvrtcGetProgramLogSize", program), lambda out: call("nvrtcGetProgramLog", program, out))
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise BackendError(f"compile: {name} with {dict(defines)} for {arch} failed ({status.name}):\n{log}")
-        cubin = b" " * call("nvrtcGetCUBINSize", program)
-        call("nvrtcGetCUBIN", program, cubin)
-        return cubin, log
+        made = b" " * call(f"nvrtcGet{kind}Size", program)
+        call(f"nvrtcGet{kind}", program, made)
+        return made, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

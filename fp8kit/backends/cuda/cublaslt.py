@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from fp8kit.formats import DType, float32
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
 _CANDIDATES = 8
+_KEPT = 1024  # plans
 _COMPUTE_32F = 68  # float32 throughout: no TF32
 _FLOAT32 = float32.cuda
 
@@ -236,7 +238,17 @@ class Plan:
         self._known[slot] = pointer
 
 
-@functools.cache
+@functools.lru_cache(_KEPT)
 def plan(key: MatmulKey, device_index: int) -> Plan:
-    """The plan of a problem on a device, made at its first use. BackendError where cuBLASLt is missing or has no algorithm for it."""
-    return Plan(key, device_index)
+    """The plan of a problem on a device, made at its first use and kept while it is among the most recently used. Its descriptors are
+    destroyed with the last reference to it: cuBLASLt reads them during a call only. BackendError where cuBLASLt is missing or has no
+    algorithm for it."""
+    made = Plan(key, device_index)
+    weakref.finalize(made, _destroy, made._lt, made._description, made._layouts).atexit = False
+    return made
+
+
+def _destroy(lt: Any, description: int, layouts: tuple[int, ...]) -> None:
+    lt.matmul_desc_destroy(description)
+    for layout in layouts:
+        lt.matrix_layout_destroy(layout)

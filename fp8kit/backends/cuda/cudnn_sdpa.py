@@ -1,35 +1,44 @@
 """Attention by cuDNN's fused kernels, through the graphs of nvidia-cudnn-frontend.
 
 A graph is built once for what it depends on (``Key``) and kept; a call hands it device addresses by uid. cuDNN's softmax statistics are
-the rows' natural log-sum-exp, as the contract wants them. With padding three small kernels stand round the graph: true lengths from
-cu_seqlens; zeros and -Inf where the contract wants them, whatever cuDNN leaves there; and, before backward, statistics that give weight
-0 to rows that see nothing, where -Inf would give NaN.
+the rows' natural log-sum-exp, as the contract wants them. With padding small kernels stand round the graph (``attention_padding``): true
+lengths from cu_seqlens; zeros and -Inf where the contract wants them, whatever cuDNN leaves there; and, before backward, statistics that
+give weight 0 to rows that see nothing, where -Inf would give NaN. cuDNN's documentation does not say that it never multiplies padding, so
+where padding may hold anything, cuDNN is given copies of what it would multiply there, with 0 in padding.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import attention_rules, launch
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
+from fp8kit.backends.cuda.recent import Recent
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError, Fp8kitError, expected
-from fp8kit.formats import DTYPES
 
 NAME = "cuDNN"
 _OLDEST = 90600
 _FAULTY = (91000, 91001, 91400)  # releases with known faults in 16-bit attention
 _ALIGN = 256
 _VECTOR = 16  # bytes
+_ITEM = 2  # bytes of an element: bfloat16 and float16 only
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
+_KEPT = 256  # plans; a training run with lengths of its own in every batch meets ever new ones
+_ANSWERS = 4096  # of why_not, which are short texts
+_CAPTURABLE = 2  # stream handles from here on: 0 and 1 are the legacy default stream, which cannot be captured
 
 _UIDS = {name: uid for uid, name in enumerate(
     ("q", "k", "v", "o", "stats", "d_o", "dq", "dk", "dv", "lengths_q", "lengths_kv", "seed", "offset"), 1)}
 _FORWARD = ("q", "k", "v", "o")
 _BACKWARD = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
+# What is multiplied by the weights of padding; a row of q's padding reaches nothing but its own row of o in forward.
+_CLEANED = {False: ("k", "v"), True: ("q", "k", "v", "d_o")}
 
 
 class Key(NamedTuple):
@@ -42,11 +51,21 @@ class Key(NamedTuple):
     strides: tuple[Strides, ...]
 
 
-class Plan(NamedTuple):
-    """A built graph and the bytes of workspace that it needs."""
+class Plan:
+    """A built graph and the bytes of ``workspace`` that it needs.
 
-    graph: Any
-    workspace: int
+    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made. ``captured``: a CUDA graph of
+    the user's may hold its kernels.
+    """
+
+    __slots__ = ("captured", "graph", "lock", "retired", "workspace")
+
+    def __init__(self, graph: Any, workspace: int) -> None:
+        self.graph = graph
+        self.workspace = workspace
+        self.lock = threading.Lock()
+        self.retired = False
+        self.captured = False
 
 
 class _Handles(threading.local):
@@ -57,8 +76,7 @@ class _Handles(threading.local):
 
 
 _HANDLES = _Handles()
-_PLANS: dict[Key, Plan] = {}
-_BUILDING = threading.Lock()
+_HELD: list[Plan] = []  # retired plans that must not be destroyed
 
 
 @functools.cache
@@ -82,17 +100,17 @@ def available() -> bool:
     return missing() is None
 
 
-@functools.cache
+@functools.lru_cache(_ANSWERS)
 def why_not(problem: Problem, backward: bool, deterministic: bool, device: int | None) -> str | None:
-    """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph for C-contiguous arrays. Without
-    a device, None means that nothing known beforehand speaks against it."""
+    """Why cuDNN does not take this problem on that device, None where it does: asked by building its graph for the problem's strides.
+    Without a device, None means that nothing known beforehand speaks against it."""
     reason = _refused(problem, backward)
     if reason is not None or device is None:
         return reason
     if missing() is not None:
         return missing()
     try:
-        _plan(_contiguous_key(problem, backward, deterministic, device))
+        _PLANS(_asked_key(problem, backward, deterministic, device))
     except _Declined as error:
         return f"cuDNN has no kernel for it: {error or 'it gives no reason'}"
     return None
@@ -112,6 +130,9 @@ def _refused(problem: Problem, backward: bool) -> str | None:
         found.append("mask 'arbitrary': only the unfused path reads a mask array")
     if problem.blind:
         found.append("a row that sees no column: cuDNN gives NaN for it")
+    for name, strides in zip("qkv", problem.strides, strict=False):
+        if _ITEM * (strides[0] | strides[1] | strides[2]) % _VECTOR:
+            found.append(f"strides {strides} of {name}: cuDNN takes multiples of {_VECTOR} bytes")
     if backward and problem.rows == problem.columns == 1:
         found.append("one row by one column: cuDNN has no backward for it")
     return "; ".join(found) or None
@@ -119,19 +140,15 @@ def _refused(problem: Problem, backward: bool) -> str | None:
 
 def workspace(problem: Problem, backward: bool, deterministic: bool, device: int) -> int:
     """Bytes of workspace of a call."""
-    return _padding_bytes(problem, backward) + _plan(_contiguous_key(problem, backward, deterministic, device)).workspace
+    return _room(problem, backward)["end"] + _PLANS(_asked_key(problem, backward, deterministic, device)).workspace
 
 
 def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras,
             workspace: ArrayView | None, stream: int) -> None:
     """``protocol.attention_fwd``."""
-    form = problem.qkv_format
-    _check_aligned(q.ptr | k.ptr | v.ptr | o.ptr)
-    key = Key(problem, q.device.index, False, True, (bhsd(form, q), bhsd(form, k), bhsd(form, v), bhsd(form, o)))
-    pointers = {1: q.ptr, 2: k.ptr, 3: v.ptr, 4: o.ptr, 5: lse.ptr}
-    padding = _Padding(problem, key.device, extras, stream)
-    _execute(key, pointers, extras.rng, padding, workspace, stream)
-    if problem.padded:
+    padding = _padding(problem, q, extras, stream)
+    _run(problem, True, {"q": q, "k": k, "v": v, "o": o}, lse, extras.rng, padding, workspace, stream, backward=False)
+    if padding is not None:
         padding.zero(o, True)
         padding.statistics(lse.ptr, lse.ptr, float("-inf"))
 
@@ -140,40 +157,70 @@ def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: Ar
              dk: ArrayView, dv: ArrayView, extras: AttentionExtras, deterministic: bool, workspace: ArrayView | None,
              stream: int) -> None:
     """``protocol.attention_bwd``."""
-    _check_aligned(q.ptr | k.ptr | v.ptr | o.ptr | d_o.ptr | dq.ptr | dk.ptr | dv.ptr)
-    views = (q, k, v, o, d_o, dq, dk, dv)
-    key = Key(problem, q.device.index, True, deterministic, tuple([bhsd(problem.qkv_format, view) for view in views]))
-    pointers = {1: q.ptr, 2: k.ptr, 3: v.ptr, 4: o.ptr, 5: lse.ptr, 6: d_o.ptr, 7: dq.ptr, 8: dk.ptr, 9: dv.ptr}
-    padding = _Padding(problem, key.device, extras, stream)
-    if problem.padded and workspace is not None:
-        pointers[_UIDS["stats"]] = workspace.ptr + _aligned(8 * problem.batch)
-        padding.statistics(lse.ptr, pointers[_UIDS["stats"]], _NEVER)
-    _execute(key, pointers, extras.rng, padding, workspace, stream)
-    if problem.padded:
+    views = {"q": q, "k": k, "v": v, "o": o, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
+    padding = _padding(problem, q, extras, stream)
+    _run(problem, deterministic, views, lse, extras.rng, padding, workspace, stream, backward=True)
+    if padding is not None:
         padding.zero(dq, True)
         padding.zero(dk, False)
         padding.zero(dv, False)
 
 
-def _execute(key: Key, pointers: dict[int, int], rng: ArrayView | None, padding: _Padding, workspace: ArrayView | None,
-             stream: int) -> None:
-    plan = _PLANS.get(key) or _plan(key)
-    problem = key.problem
-    before = _padding_bytes(problem, key.backward)
-    given = 0 if workspace is None else workspace.nbytes
-    if given < before + plan.workspace:
-        raise BackendError(f"attention: workspace: got {given} bytes, cuDNN needs {before + plan.workspace} for these strides")
-    start = 0 if workspace is None else workspace.ptr
-    if problem.padded:
-        pointers[_UIDS["lengths_q"]], pointers[_UIDS["lengths_kv"]] = start, start + 4 * problem.batch
-        padding.lengths(start)
+def _padding(problem: Problem, q: ArrayView, extras: AttentionExtras, stream: int) -> Padding | None:
+    return Padding(problem, q.device.index, extras, stream) if problem.padded else None
+
+
+def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse: ArrayView, rng: ArrayView | None,
+         padding: Padding | None, workspace: ArrayView | None, stream: int, backward: bool) -> None:
+    """Launch the graph for ``views``, which come in the order of ``_FORWARD`` or ``_BACKWARD``, and what must stand before it."""
+    form, device, cleaned = problem.qkv_format, views["q"].device.index, _cleaned(problem, backward)
+    strides, places = [], 0
+    for name, view in views.items():
+        if name in cleaned:
+            strides.append(_contiguous(problem, name))
+        else:
+            strides.append(bhsd(form, view))
+            places |= view.ptr
+    _check_aligned(places)
+    key = Key(problem, device, backward, deterministic, tuple(strides))
+    plan, room = _PLANS(key), _room(problem, backward)
+    start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
+    needed = room["end"] + plan.workspace
+    if given < needed:
+        raise BackendError(f"attention: workspace: got {given} bytes, cuDNN needs {needed} for these strides")
+
+    pointers = {_UIDS[name]: view.ptr for name, view in views.items()}
+    pointers[_UIDS["stats"]] = lse.ptr
+    if padding is not None:
+        pointers[_UIDS["lengths_q"]] = start + room["lengths"]
+        pointers[_UIDS["lengths_kv"]] = start + room["lengths"] + 4 * problem.batch
+        padding.lengths(start + room["lengths"])
+        if backward:
+            pointers[_UIDS["stats"]] = start + room["stats"]
+            padding.statistics(lse.ptr, start + room["stats"], _NEVER)
+        for name in cleaned:
+            to, view = start + room[name], views[name]
+            pointers[_UIDS[name]] = to
+            padding.clean(view.ptr, bhsd(form, view), to, _contiguous(problem, name), name in ("q", "d_o"), _size(problem, name))
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
-    with launch.current_device(key.device):
-        handle = _handle(key.device)
+    with launch.current_device(device):
+        handle = _handle(device)
         if handle.stream != stream:
             _library().set_stream(handle, stream)
-        plan.graph.execute(pointers, start + before, handle)
+        while not _launched(plan, pointers, start + room["end"], handle, stream):
+            plan = _PLANS(key)
+
+
+def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:
+    """Launch a plan's graph; False where it was retired meanwhile."""
+    with plan.lock:
+        if plan.retired:
+            return False
+        if stream >= _CAPTURABLE and not plan.captured:
+            plan.captured = launch.runtime().streamIsCapturing(stream)
+        plan.graph.execute(pointers, workspace, handle)
+        return True
 
 
 def _check_aligned(places: int) -> None:
@@ -203,36 +250,57 @@ def _handle(device: int) -> Any:
     return handle
 
 
-def _contiguous_key(problem: Problem, backward: bool, deterministic: bool, device: int) -> Key:
-    q, o = (contiguous_bhsd(problem, problem.heads, problem.rows, dim) for dim in (problem.dim, problem.dim_v))
-    k, v = (contiguous_bhsd(problem, problem.groups, problem.columns, dim) for dim in (problem.dim, problem.dim_v))
-    return Key(problem, device, backward, deterministic or not backward, (q, k, v, o, o, q, k, v) if backward else (q, k, v, o))
+def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: int) -> Key:
+    """The key of a call with the problem's strides: dq, dk and dv have those of q, k and v, o and do are C-contiguous."""
+    given = dict(zip("qkv", problem.strides, strict=False))
+    cleaned = _cleaned(problem, backward)
+
+    def strides(name: str) -> Strides:
+        known = None if name in cleaned or name in ("o", "d_o") else given.get(name[-1])
+        return known or _contiguous(problem, name)
+
+    names = _BACKWARD if backward else _FORWARD
+    return Key(problem, device, backward, deterministic or not backward, tuple([strides(name) for name in names]))
 
 
-def _plan(key: Key) -> Plan:
-    """The plan for ``key``, built at its first use. _Declined where cuDNN has no kernel; BackendError when building fails otherwise."""
-    with _BUILDING:
-        found = _PLANS.get(key)
-        if found is None:
-            for stride in key.strides:
-                _check_aligned(2 * (stride[0] | stride[1] | stride[2]))
-            cudnn = _library()
+def _build(key: Key) -> Plan:
+    """The plan for ``key``. _Declined where cuDNN has no kernel; BackendError when building fails otherwise."""
+    for stride in key.strides:
+        _check_aligned(_ITEM * (stride[0] | stride[1] | stride[2]))
+    cudnn = _library()
+    try:
+        with launch.current_device(key.device):
+            graph = describe(key, _handle(key.device))
+            graph.validate()
+            graph.build_operation_graph()
+            # the frontend's own Python kernels would need CUTLASS at run time: cuDNN's engines only
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            graph.deselect_engines(["sdpa_"])
+            graph.check_support()
+            graph.build_plans()
+    except (cudnn.cudnnGraphNotSupportedError, NotImplementedError) as error:
+        raise _Declined(str(error).strip()) from error
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(f"attention: cuDNN cannot build a graph for {key}: {error}") from error
+    return Plan(graph, int(graph.get_workspace_size()))
+
+
+def _retire(key: Key, plan: Plan) -> None:
+    """Let a plan go: destroyed with the last reference to it, when no kernel of its is running, or never where that cannot be known."""
+    with plan.lock:
+        plan.retired = True
+        if not plan.captured:
             try:
                 with launch.current_device(key.device):
-                    graph = describe(key, _handle(key.device))
-                    graph.validate()
-                    graph.build_operation_graph()
-                    # the frontend's own Python kernels would need CUTLASS at run time: cuDNN's engines only
-                    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-                    graph.deselect_engines(["sdpa_"])
-                    graph.check_support()
-                    graph.build_plans()
-            except (cudnn.cudnnGraphNotSupportedError, NotImplementedError) as error:
-                raise _Declined(str(error).strip()) from error
-            except (RuntimeError, ValueError) as error:
-                raise BackendError(f"attention: cuDNN cannot build a graph for {key}: {error}") from error
-            found = _PLANS[key] = Plan(graph, int(graph.get_workspace_size()))
-        return found
+                    launch.runtime().deviceSynchronize()
+            except RuntimeError:  # not while another stream is being captured
+                pass
+            else:
+                return
+    _HELD.append(plan)
+
+
+_PLANS = Recent(_KEPT, _build, _retire)
 
 
 def describe(key: Key, handle: Any) -> Any:
@@ -247,9 +315,7 @@ def describe(key: Key, handle: Any) -> Any:
     )
     names = _BACKWARD if key.backward else _FORWARD
     strides = dict(zip(names, key.strides, strict=True))
-    query, key_value = (problem.batch, problem.heads, problem.rows), (problem.batch, problem.groups, problem.columns)
-    shapes = {"q": (*query, problem.dim), "k": (*key_value, problem.dim), "v": (*key_value, problem.dim_v), "o": (*query, problem.dim_v)}
-    dims = {name: shapes[name[-1]] for name in names}
+    dims = {name: _size(problem, name) for name in names}
     stats_dim = (problem.batch, problem.heads, problem.rows, 1)
     stats_stride = (problem.heads * problem.rows, problem.rows, 1, 1)
 
@@ -288,53 +354,34 @@ def describe(key: Key, handle: Any) -> Any:
     return graph
 
 
-# --- padding ------------------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------------------------------------
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _size(problem: Problem, name: str) -> tuple[int, int, int, int]:
+    """(b, h, s, d) of an array, or of the one that it is the gradient of."""
+    heads, length = (problem.heads, problem.rows) if name[-1] in "qo" else (problem.groups, problem.columns)
+    return problem.batch, heads, length, problem.dim if name[-1] in "qk" else problem.dim_v
 
 
-def _padding_bytes(problem: Problem, backward: bool) -> int:
-    """Bytes before cuDNN's own workspace: true lengths, and backward's statistics."""
-    if not problem.padded:
-        return 0
-    return _aligned(8 * problem.batch) + (_aligned(4 * problem.batch * problem.heads * problem.rows) if backward else 0)
+def _contiguous(problem: Problem, name: str) -> Strides:
+    return contiguous_bhsd(problem, *_size(problem, name)[1:])
 
 
-class _Padding:
-    """The small kernels round a padded call."""
+def _cleaned(problem: Problem, backward: bool) -> tuple[str, ...]:
+    """The arrays that cuDNN is given copies of."""
+    return _CLEANED[backward] if problem.cleaned else ()
 
-    def __init__(self, problem: Problem, device: int, extras: AttentionExtras, stream: int) -> None:
-        self.problem = problem
-        self.device = device
-        self.extras = extras
-        self.stream = stream
-        self.type = launch.type_name(DTYPES[problem.dtype])
 
-    def _launch(self, function: str, grid: int | tuple[int, int], args: tuple[Any, ...]) -> None:
-        launch.launch(launch.kernel("attention_padding.cu", function, self.device, T=self.type), grid, 256, args, self.stream)
-
-    @functools.cached_property
-    def rules(self) -> bytes:
-        """The structure that the kernels take."""
-        return attention_rules.pack(self.problem, self.extras)
-
-    def lengths(self, to: int) -> None:
-        """True lengths of q's and then k's batches, int32, to address ``to``."""
-        q, kv = self.extras.cu_seqlens_q, self.extras.cu_seqlens_kv
-        assert q is not None and kv is not None
-        self._launch("attention_lengths", -(-2 * self.problem.batch // 256), (q.ptr, kv.ptr, to, self.problem.batch))
-
-    def statistics(self, source: int, to: int, value: float) -> None:
-        """The statistics with ``value`` in rows that see nothing."""
-        p = self.problem
-        grid = -(-p.batch * p.heads * p.rows // 256)
-        self._launch("attention_lse_padding", grid, (source, to, value, p.batch, self.rules))
-
-    def zero(self, view: ArrayView, query: bool) -> None:
-        """Zeros in the rows of an array of q's (``query``) or k's lengths that see nothing or are seen by nothing for their padding."""
-        p = self.problem
-        grid = (p.rows if query else p.columns, p.batch)
-        place = (int(not query), p.heads if query else p.groups, view.shape[3], *bhsd(p.qkv_format, view)[:3])
-        self._launch("attention_zero_padding", grid, (view.ptr, *place, self.rules))
+@functools.lru_cache(_ANSWERS)
+def _room(problem: Problem, backward: bool) -> dict[str, int]:
+    """Where things lie in the workspace, in bytes from its start: true lengths, backward's statistics, copies by name; from "end" on it is
+    cuDNN's."""
+    sizes = {"lengths": 8 * problem.batch} if problem.padded else {}
+    if problem.padded and backward:
+        sizes["stats"] = 4 * problem.batch * problem.heads * problem.rows
+    sizes |= {name: _ITEM * math.prod(_size(problem, name)) for name in _cleaned(problem, backward)}
+    places, top = {}, 0
+    for name, nbytes in sizes.items():
+        places[name] = top
+        top += -(-nbytes // _ALIGN) * _ALIGN
+    return places | {"end": top}

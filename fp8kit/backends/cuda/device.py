@@ -5,12 +5,16 @@ Importing this module imports nothing of CUDA; each call that needs CuPy says so
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch
 from fp8kit.errors import BackendError, expected
+from fp8kit.scratch import scratch
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
@@ -27,9 +31,42 @@ def cupy() -> Any:
 
 @functools.cache
 def _calls() -> tuple[Any, Any, Any]:
-    """What every operation calls, looked up once: getDevice, alloc, get_current_stream. BackendError where there is no device at all."""
+    """What every operation calls, looked up once: getDevice (None where there is only one device), alloc, get_current_stream. BackendError
+    where there is no device at all."""
     provider.check(Device("cuda"))
-    return launch.runtime().getDevice, cupy().cuda.alloc, cupy().cuda.get_current_stream
+    get_device = None if provider.count() == 1 else launch.runtime().getDevice
+    return get_device, cupy().cuda.alloc, cupy().cuda.get_current_stream
+
+
+class _Thread(threading.local):
+    capturing = False
+
+
+_thread = _Thread()
+
+
+def _want_no_capture(what: str) -> None:
+    """BackendError where a graph is captured on this thread: it can hold nothing that the host waits for."""
+    if _thread.capturing:
+        wanted = "work on the device alone: no item(), numpy(), check_finite, host arrays or callables of a recipe while it is captured"
+        raise BackendError(expected("graph", "function", what, wanted))
+
+
+class Recording:
+    """A captured CUDA graph, and whatever its work lies in: CuPy's own pool would hand that out again, so the graph has one of its own."""
+
+    __slots__ = ("_device", "_graph", "_memory")
+
+    def __init__(self, device: Device, graph: Any, memory: tuple[object, ...]) -> None:
+        self._device, self._graph, self._memory = device, graph, memory
+
+    def launch(self) -> None:
+        """Do the captured work once, on the device's current stream. BackendError when CUDA refuses."""
+        with launch.current_device(self._device.index):
+            try:
+                self._graph.launch(_calls()[2](self._device.index))
+            except RuntimeError as error:
+                raise BackendError(f"graph: {error}") from error
 
 
 class CudaProvider:
@@ -67,7 +104,7 @@ class CudaProvider:
         if device.index not in self._usable:
             self.check(device)
             self._usable.add(device.index)
-        if get_device() == device.index:
+        if get_device is None or get_device() == device.index:
             memory = alloc(nbytes or 1)
         else:
             with launch.current_device(device.index):
@@ -79,8 +116,10 @@ class CudaProvider:
         return int(_calls()[2](device.index).ptr)
 
     def synchronize(self, device: Device) -> None:
-        """See ``DeviceProvider``. BackendError for a device that is not here, and for an error that earlier work left."""
+        """See ``DeviceProvider``. BackendError for a device that is not here, for an error that earlier work left, and while a graph is
+        captured."""
         self.check(device)
+        _want_no_capture("a wait for the device")
         with launch.current_device(device.index):
             try:
                 launch.runtime().streamSynchronize(self.current_stream(device))
@@ -103,9 +142,15 @@ class CudaProvider:
 
     def fill_zero(self, view: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``."""
-        if view.nbytes:
+        nbytes = view.nbytes
+        if not nbytes:
+            return
+        calls = launch.runtime()
+        if calls.getDevice() == view.device.index:
+            calls.memsetAsync(view.ptr, 0, nbytes, stream)
+        else:
             with launch.current_device(view.device.index):
-                launch.runtime().memsetAsync(view.ptr, 0, view.nbytes, stream)
+                calls.memsetAsync(view.ptr, 0, nbytes, stream)
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``. Between host and device it waits: pageable memory may change or vanish right after the call."""
@@ -121,6 +166,7 @@ class CudaProvider:
                     calls.memcpyPeerAsync(dst.ptr, dst.device.index, src.ptr, src.device.index, nbytes, stream)
                     self._follow(dst.device, src.device, stream)
                 return
+            _want_no_capture("a copy between host and device")
             calls.memcpyAsync(dst.ptr, src.ptr, nbytes, _TO_HOST if dst.device.kind == "cpu" else _TO_DEVICE, stream)
             calls.streamSynchronize(stream)
 
@@ -134,6 +180,32 @@ class CudaProvider:
                 calls.streamWaitEvent(self.current_stream(device), event, 0)
         finally:
             calls.eventDestroy(event)
+
+    def capture(self, device: Device, function: Callable[[], Any]) -> tuple[Any, Recording]:
+        """Call ``function`` with the work that it puts on the device's current stream recorded instead of done: what it returns, and the
+        recording. What it allocates on the device belongs to the recording. BackendError where it does what a graph cannot hold."""
+        library = cupy()
+        with launch.current_device(device.index), scratch.apart() as rooms:
+            library.get_default_memory_pool().free_all_blocks()  # what ran before has left room that the graph's own pool cannot take
+            pool, stream = library.cuda.MemoryPool(), library.cuda.Stream(non_blocking=True)
+            with library.cuda.using_allocator(pool.malloc), stream:
+                stream.begin_capture()  # relaxed: the pool may have to ask for memory
+                _thread.capturing = True
+                try:
+                    result = function()
+                except BaseException as error:
+                    _thread.capturing = False
+                    with contextlib.suppress(RuntimeError):  # the capture may be broken already
+                        stream.end_capture()
+                    if isinstance(error, RuntimeError) and type(error).__module__.startswith("cupy"):
+                        raise BackendError(f"graph: the function does what cannot be captured: {error}") from error
+                    raise
+                _thread.capturing = False
+                try:
+                    graph = stream.end_capture()
+                except RuntimeError as error:
+                    raise BackendError(f"graph: the function does what cannot be captured: {error}") from error
+            return result, Recording(device, graph, (pool, stream, dict(rooms)))
 
     def native(self, view: ArrayView) -> Any:
         """See ``DeviceProvider``: a ``cupy.ndarray`` that keeps the view's owner alive. FP8 dtypes come as uint8."""

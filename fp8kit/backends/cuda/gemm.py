@@ -20,6 +20,7 @@ from fp8kit.formats import DType, Format, float32
 _PLANS: dict[tuple[Any, ...], Plan] = {}
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
+_ONE = (1,)
 _ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones want
 
 
@@ -36,7 +37,7 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
     late_bias = bias is not None and bias.dtype is not out.dtype
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     index, limit = out.device.index, _usable(workspace)
-    a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
+    a_stride, b_stride, out_stride = (v.shape[1] if v._strides is None else launch.row_stride(v) for v in (a, b, out))
     aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
     fused = bias_ptr != 0
     quick = (index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit)
@@ -57,7 +58,7 @@ def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_for
 
     BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a workspace that is too small.
     """
-    scaling = _TENSOR if a_scale_inv.size == 1 and b_scale_inv.size == 1 else _ROW
+    scaling = _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
     scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, fast_accumulate, workspace, stream)
 
 
@@ -72,7 +73,7 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
     if k == 0:
         _finish(None, 0, bias, out, accumulate, stream)
         return
-    index, limit, out_stride = out.device.index, _usable(workspace), launch.row_stride(out)
+    index, limit, out_stride = out.device.index, _usable(workspace), n if out._strides is None else launch.row_stride(out)
     # cuBLASLt adds only a bfloat16 bias to a float32 product, so that one's is added afterwards
     late_bias = bias is not None and out.dtype is float32
     bias_ptr = 0 if bias is None or late_bias else bias.ptr

@@ -1,17 +1,19 @@
 """Kernels as Python objects, and launching them.
 
-Cubins are loaded by ``cupy.RawModule`` and launched by the ``Function`` behind its kernels, on a raw stream handle. A launch is on
-every operation's path, so what is looked up once (function, parameter types, stream holder) is kept.
+Cubins are loaded by ``cupy.RawModule`` and launched by the driver's ``cuLaunchKernelEx`` on a raw stream handle. A launch is on every
+operation's path: one ``struct`` packing writes the launch configuration and all arguments into memory that the thread keeps, one foreign
+call hands its addresses to the driver, which has copied everything when it returns.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import struct
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import compile as kernel_compiler
@@ -45,39 +47,68 @@ def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) ->
     return min(-(-jobs // jobs_per_block), waves * sm_count(device_index))
 
 
-# What CuPy passes as a parameter of that kind: an int as 8 bytes, a float as a double, an array of one structure by value.
-_TYPES = {"q": int, "d": float, "s": bytes}
+# CUlaunchConfig (cuda.h): grid, block, shared memory; stream; no attributes. It takes the first _CONFIG bytes of a thread's memory, the
+# arguments follow, 8 bytes each.
+_CONFIGURATION = "=7I4xQ24x"
+_CONFIG = struct.calcsize(_CONFIGURATION)
+_SLOTS = 64
+_PARAMETERS = 32764  # bytes of parameters that CUDA takes, at most
+_ALIGNMENT = 16
+
+
+class _Room:
+    """The memory that a thread launches from: the configuration and the arguments, and a table of the arguments' addresses.
+
+    ``tables``: the table as a kernel sees it whose first argument lies at the first slot, or at the second.
+    """
+
+    def __init__(self) -> None:
+        calls = runtime()
+        calls.setDevice(calls.getDevice())  # a thread that is new has no context; CUDA 12 and later make the device's current here
+        size = _CONFIG + 8 + _PARAMETERS
+        memory = (ctypes.c_char * (size + _ALIGNMENT))()
+        shift = -ctypes.addressof(memory) % _ALIGNMENT
+        self.memory = (ctypes.c_char * size).from_buffer(memory, shift)
+        first = ctypes.addressof(self.memory) + _CONFIG
+        self.addresses = (ctypes.c_uint64 * (_SLOTS + 1))(*range(first, first + 8 * (_SLOTS + 1), 8))
+        self.config = ctypes.byref(self.memory)
+        self.tables = ctypes.byref(self.addresses), ctypes.byref(self.addresses, 8)
+
+
+_thread = threading.local()
 
 
 class Kernel:
-    """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes, ``resources`` what it uses."""
+    """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes, ``resources`` what it uses.
 
-    __slots__ = ("device", "function", "name", "parameters", "raw", "resources", "shared_limit", "types")
+    ``pack(memory, 0, grid x, y, z, block x, y, z, shared, stream, *arguments)`` writes what a launch reads; a structure by value, which
+    comes last, at a multiple of 16 bytes: ``table`` is 1 where the arguments begin at the second slot for that.
+    """
+
+    __slots__ = ("device", "handle", "name", "pack", "packers", "parameters", "raw", "resources", "shared_limit", "table")
 
     def __init__(self, name: str, device: int, raw: Any, parameters: str, resources: kernel_compiler.Resources) -> None:
         self.name = name
         self.device = device
         self.raw = raw
-        self.function = raw.kernel
+        self.handle = ctypes.c_void_p(raw.kernel.ptr)  # a CUfunction, alive as long as ``raw``
         self.parameters = parameters
-        self.types = tuple(_TYPES[code] for code in parameters)
         self.resources = resources
         self.shared_limit = _PLAIN_SHARED
+        self.table = int(parameters.endswith("s") and len(parameters) % 2 == 0)
+        self.packers: dict[int, Any] = {}  # bytes of the structure by value -> pack
+        self.pack: Any = None if parameters.endswith("s") else self.packer(0)
+
+    def packer(self, size: int) -> Any:
+        """``pack`` for a structure of ``size`` bytes."""
+        found = self.packers.get(size)
+        if found is None:
+            layout = _CONFIGURATION + "8x" * self.table + self.parameters.replace("s", f"{size}s")
+            found = self.packers[size] = struct.Struct(layout).pack_into
+        return found
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}, cuda:{self.device})"
-
-
-class _Stream:
-    """A raw stream handle as CuPy's launcher takes it."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
-
-
-_STREAMS: dict[int, _Stream] = {}
 
 
 @functools.cache
@@ -88,6 +119,23 @@ def runtime() -> Any:
     except ImportError as error:
         raise BackendError(f"cuda: CuPy cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
     return module
+
+
+@functools.cache
+def driver() -> Any:
+    """The driver's library, for ``ctypes``; BackendError where there is none."""
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        raise BackendError("no NVIDIA driver") from None
+
+
+@functools.cache
+def _launcher() -> tuple[Any, Any]:
+    """``cuLaunchKernelEx``, which lets other threads run meanwhile (a full queue makes it wait, perhaps for work of theirs), and
+    ``getDevice``: None where there is only one device."""
+    function = driver().cuLaunchKernelEx
+    return function, None if runtime().getDeviceCount() == 1 else runtime().getDevice
 
 
 @functools.cache
@@ -104,25 +152,35 @@ def sm_count(device_index: int) -> int:
 
 
 @functools.cache
-def kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
+def engines_kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
     """``function`` of ``source`` compiled with ``defines`` and loaded on a device; the same object for the same arguments.
 
     The defines must be one of the source's variants, which is what the tests compile. BackendError otherwise, and where it cannot be
     compiled or loaded.
     """
-    entry = manifest.source(source)
-    chosen = manifest.defines(**defines)
-    if chosen not in entry.variants or function not in entry.functions:
-        raise BackendError(expected("kernel", f"{source}: {function}", dict(chosen), "a function and a variant that its comments list"))
+    return load(manifest.source(source), function, device_index, manifest.defines(**defines))
+
+
+# What the engine asks for its kernels: ``engines_kernel``. ``substitute`` stands in its place while, and only while, a call runs whose
+# kernels are replaced, so that a look-up costs nothing more otherwise.
+kernel: Callable[..., Kernel] = engines_kernel
+
+
+def load(entry: manifest.Source, function: str, device_index: int, defines: manifest.Defines, unit: manifest.Unit | None = None) -> Kernel:
+    """A kernel of a manifest entry, compiled and loaded afresh (see ``engines_kernel``); ``unit``: from a text of elsewhere."""
+    if defines not in entry.variants or function not in entry.functions:
+        wanted = "a function and a variant that its comments list"
+        raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
     with _LOADING, current_device(device_index):
-        module, resources = _module(source, chosen, device_index)
-        raw = module.get_function(function)
-        return Kernel(function, device_index, raw, entry.parameters[function], resources[function])
+        module, resources = _module(entry.name, defines, device_index, unit)
+        return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources[function])
 
 
 @functools.cache
-def _module(source: str, defines: manifest.Defines, device_index: int) -> tuple[Any, dict[str, kernel_compiler.Resources]]:
-    compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)))
+def _module(
+    source: str, defines: manifest.Defines, device_index: int, unit: manifest.Unit | None
+) -> tuple[Any, dict[str, kernel_compiler.Resources]]:
+    compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)), unit)
     import cupy
 
     return cupy.RawModule(path=str(compiled.path)), compiled.resources
@@ -147,51 +205,53 @@ class current_device:
             runtime().setDevice(self.former)
 
 
-@functools.cache
-def _get_device() -> Any:
-    return runtime().getDevice
-
-
 def launch(
     kernel: Kernel, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0
 ) -> None:
     """Launch ``kernel`` on a raw ``stream`` of its device.
 
-    ``grid`` and ``block``: a number, or up to three. ``args``: an int for every pointer and integer, a float for every double, bytes for a
+    ``grid`` and ``block``: a number, or up to three. ``args``: an int for every pointer and integer, a number for every double, bytes for a
     trailing structure; their number is checked. ``shared``: dynamic shared memory in bytes. A grid of no blocks launches nothing.
     BackendError when the driver refuses the launch.
     """
-    grid = (grid,) if isinstance(grid, int) else grid
-    block = (block,) if isinstance(block, int) else block
-    if 0 in grid or 0 in block:
+    x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    i, j, k = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
+    if not (x and y and z and i and j and k):
         return
-    values = args if tuple(map(type, args)) == kernel.types else _fitted(kernel, args)
-    if kernel.types[-1] is bytes:
-        values = (*values[:-1], np.frombuffer(values[-1], np.dtype((np.void, len(values[-1])))))
-    holder = _STREAMS.get(stream)
-    if holder is None:
-        holder = _STREAMS[stream] = _Stream(stream)
     if shared > kernel.shared_limit:
         kernel.raw.max_dynamic_shared_size_bytes = kernel.shared_limit = shared
-    if _get_device()() == kernel.device:
-        _run(kernel, grid, block, values, shared, holder)
+    try:
+        room: _Room = _thread.room
+    except AttributeError:
+        room = _thread.room = _Room()
+    try:
+        pack = kernel.pack or kernel.packer(len(args[-1]))
+        pack(room.memory, 0, x, y, z, i, j, k, shared, stream, *args)
+    except (struct.error, TypeError, IndexError):
+        raise _unfit(kernel, (x, y, z), (i, j, k), args) from None
+    function, device = _launcher()
+    if device is None or device() == kernel.device:
+        status = function(room.config, kernel.handle, room.tables[kernel.table], None)
     else:
         with current_device(kernel.device):
-            _run(kernel, grid, block, values, shared, holder)
+            status = function(room.config, kernel.handle, room.tables[kernel.table], None)
+    if status:
+        what = f"grid {(x, y, z)}, block {(i, j, k)}, {shared} bytes of shared memory, {kernel.resources}"
+        raise BackendError(f"launch of {kernel.name}: {error_text(status)} ({what})")
 
 
-def _fitted(kernel: Kernel, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments as the parameters' types: a bool becomes an int, an int a float where a double is wanted; BackendError otherwise."""
-    fits = {int: (int, np.integer), float: (int, float, np.floating), bytes: (bytes,)}
-    if len(args) != len(kernel.types) or not all(isinstance(a, fits[t]) for a, t in zip(args, kernel.types, strict=True)):
-        got = ", ".join(type(a).__name__ for a in args)
-        raise BackendError(expected(f"launch of {kernel.name}", "args", f"({got})", f"parameters {kernel.parameters!r}"))
-    return tuple(t(a) for a, t in zip(args, kernel.types, strict=True))
+def _unfit(kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]) -> BackendError:
+    """What is said of arguments that cannot be packed: of another number or kind, or a grid beyond 32 bits."""
+    operation, got = f"launch of {kernel.name}", ", ".join(type(a).__name__ for a in args)
+    if not all(isinstance(n, int) and 0 <= n < 2**32 for n in (*grid, *block)):
+        return BackendError(expected(operation, "grid, block", f"{grid}, {block}", "numbers of 32 bits"))
+    return BackendError(expected(operation, "args", f"({got})", f"parameters {kernel.parameters!r}"))
 
 
-def _run(kernel: Kernel, grid: Any, block: Any, values: Sequence[Any], shared: int, holder: _Stream) -> None:
-    try:
-        kernel.function(grid, block, values, shared, holder)
-    except RuntimeError as error:
-        what = f"grid {grid}, block {block}, {shared} bytes of shared memory, {kernel.resources}"
-        raise BackendError(f"launch of {kernel.name}: {error} ({what})") from error
+def error_text(status: int) -> str:
+    """The driver's name and words for a status: "CUDA_ERROR_INVALID_VALUE: invalid argument"."""
+    words = []
+    for ask in (driver().cuGetErrorName, driver().cuGetErrorString):
+        text = ctypes.c_char_p()
+        words.append(text.value.decode() if ask(status, ctypes.byref(text)) == 0 and text.value else str(status))
+    return ": ".join(words)

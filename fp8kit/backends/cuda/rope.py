@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.sequences import grid_of
 
 _THREADS = 256
 
@@ -32,12 +33,14 @@ def _turn(x: ArrayView, freqs: ArrayView, y: ArrayView, start_positions: ArrayVi
         first, second, head, _ = view.strides
         return (first, second, head) if qkv_format == "sbhd" else (second, first, head)
 
-    grid = {"thd": (x.shape[0], 1), "sbhd": x.shape[:2], "bshd": (x.shape[1], x.shape[0])}[qkv_format]
+    tokens = x.shape[qkv_format.index("t" if starts is not None else "s")]
+    batches = x.shape[qkv_format.index("b")] if starts is None else starts.shape[0] - 1
     lanes = min(_THREADS, max(32, -(-max(rotated // 2, dim - rotated) // 32) * 32))
     args = (
         x.ptr, freqs.ptr, y.ptr, *(0 if view is None else view.ptr for view in (start_positions, lengths, starts)),
-        0 if starts is None else starts.shape[0] - 1, positions, rotated, heads, dim, *strides(x), *strides(y), int(interleaved),
+        tokens, batches, positions, rotated, heads, dim, *strides(x), *strides(y), int(interleaved),
         int(back),
     )  # fmt: skip
     kernel = launch.kernel("rope.cu", "rope", y.device.index, T=launch.type_name(x.dtype))
-    launch.launch(kernel, grid, (lanes, min(heads, _THREADS // lanes)), args, stream)
+    rows = batches * tokens if starts is None else tokens
+    launch.launch(kernel, grid_of(rows), (lanes, min(heads, _THREADS // lanes)), args, stream)

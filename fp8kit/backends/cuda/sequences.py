@@ -6,26 +6,33 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 
 WORDS = {2: "u16", 4: "u32", 8: "u64", 16: "uint4"}  # bytes -> the sources' type
+_MOST_BLOCKS = 2**31 - 1  # of a grid's first dimension; the others take 65,535
+
+
+def grid_of(rows: int) -> int:
+    """Blocks for kernels in which a block does a row, and goes on to further ones where there are more rows than blocks."""
+    return min(rows, _MOST_BLOCKS)
 
 
 def unpack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
     """See ``backends.protocol``."""
-    batches, longest, _ = y.shape
-    kernel, words, threads = _moving("unpack_sequences", x, y)
-    launch.launch(kernel, (longest, batches), threads, (x.ptr, y.ptr, lengths.ptr, starts.ptr, words), stream)
+    _move("unpack_sequences", x, y, lengths, starts, tokens=x.shape[0], batch=y, stream=stream)
 
 
 def pack_sequences(x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
     """See ``backends.protocol``."""
-    batches, longest, _ = x.shape
-    kernel, words, threads = _moving("pack_sequences", x, y)
-    launch.launch(kernel, y.shape[0], threads, (x.ptr, y.ptr, lengths.ptr, starts.ptr, batches, longest, words), stream)
+    _move("pack_sequences", x, y, lengths, starts, tokens=y.shape[0], batch=x, stream=stream)
 
 
-def _moving(function: str, x: ArrayView, y: ArrayView) -> tuple[launch.Kernel, int, int]:
-    """The kernel in the widest words that rows and addresses allow, words in a row, and threads for it."""
+def _move(function: str, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, tokens: int, batch: ArrayView,
+          stream: int) -> None:
+    """A block for each row of y, in the widest words that rows and addresses allow."""
     row = x.shape[-1] * x.dtype.itemsize
     places = x.ptr | y.ptr | row
     word = next(size for size in (16, 8, 4, 2) if places % size == 0)
     words = row // word
-    return launch.kernel("sequences.cu", function, y.device.index, W=WORDS[word]), words, min(256, max(32, -(-words // 32) * 32))
+    kernel = launch.kernel("sequences.cu", function, y.device.index, W=WORDS[word])
+    batches, longest, _ = batch.shape
+    grid = grid_of(batches * longest if batch is y else tokens)
+    args = (x.ptr, y.ptr, lengths.ptr, starts.ptr, tokens, batches, longest, words)
+    launch.launch(kernel, grid, min(256, max(32, -(-words // 32) * 32)), args, stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,10 +40,7 @@ def _ask(name: str, question: Callable[[], str], cure: str) -> Row:
 
 def _driver() -> str:
     """Asked of the driver's own library: the answer needs no CuPy, and does not depend on what that says where the driver is missing."""
-    try:
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        raise BackendError("no NVIDIA driver") from None
+    library = launch.driver()
     version = ctypes.c_int()
     status = library.cuDriverGetVersion(ctypes.byref(version))
     if status or not version.value:

@@ -3,6 +3,9 @@
 The scores of a tile stand in the workspace: some rows of one query head of each of some key heads, of one batch; the tile is made small
 enough for the workspace to stay bounded. Query heads that share a key head are taken one after the other, so that every product is
 batched over key heads with one stride, and dk and dv are summed over them in a fixed order, in float32. The same input gives the same bits.
+
+A product over all rows or columns multiplies padding by zeros, which leaves a NaN there a NaN: where padding may hold anything, such a
+product reads a copy of its tile in which padding is 0.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda import attention_rules, cublaslt, launch
+from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, bhsd
 from fp8kit.backends.protocol import AttentionExtras
 from fp8kit.errors import BackendError, expected
@@ -23,6 +27,8 @@ NAME = "unfused"
 _LIMIT = 256 << 20  # bytes of scores and their like
 _ALIGN = 256
 _CHUNKS = 64  # parts that the sum of a head's doffset is made of
+_MOST_BLOCKS = 65_535  # of a grid's second and third dimension
+_LAYOUTS = 1024  # kept; a training run with lengths of its own in every batch meets ever new ones
 
 
 class Layout(NamedTuple):
@@ -31,6 +37,7 @@ class Layout(NamedTuple):
     ``groups`` key heads and ``rows`` rows at most make a tile. ``scores`` and ``dweights`` (do v^T) are float32; ``weights`` and
     ``dscores`` have the problem's dtype and are the same memory where that is float32. ``dk``, ``dv``: float32 sums of ``groups`` heads,
     where more than one tile adds to a key head (``summed``). ``dbias``: float32 sums of the whole bias; ``doffset``: parts of its sums.
+    ``queries``, ``keys``, ``upstream``, ``values``: a tile's copies of q, k, do and v without padding, where they are needed.
     ``cublaslt``: the library's own workspace.
     """
 
@@ -45,18 +52,22 @@ class Layout(NamedTuple):
     dv: int
     dbias: int
     doffset: int
+    queries: int
+    keys: int
+    upstream: int
+    values: int
     cublaslt: int
     total: int
 
 
-@functools.cache
+@functools.lru_cache(_LAYOUTS)
 def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layout:
     """The layout of one direction; ``dbias``: the bias's shape where backward makes its gradient."""
     itemsize = DTYPES[problem.dtype].itemsize
     narrow = 0 if problem.dtype == "float32" else itemsize
     row = problem.columns * (4 + narrow) * (2 if backward else 1)
     rows = min(problem.rows, max(1, _LIMIT // row))
-    groups = min(problem.groups, max(1, _LIMIT // (row * rows)))
+    groups = min(problem.groups, _MOST_BLOCKS, max(1, _LIMIT // (row * rows)))
     summed = backward and (problem.heads > problem.groups or rows < problem.rows)
     elements, top = groups * rows * problem.columns, 0
 
@@ -73,7 +84,14 @@ def layout(problem: Problem, backward: bool, dbias: Shape | None = None) -> Layo
     dk, dv = place(sums * problem.dim), place(sums * problem.dim_v)
     bias = place(0 if dbias is None else 4 * math.prod(dbias))
     offset = place(4 * problem.heads * _CHUNKS if backward and problem.softmax_type == "learnable" else 0)
-    return Layout(groups, rows, summed, scores, weights, dweights, dscores, dk, dv, bias, offset, place(cublaslt.WORKSPACE), top)
+    head = groups * itemsize if problem.cleaned else 0
+    values = place(0 if backward else head * problem.columns * problem.dim_v)  # backward multiplies padding in v into scores only
+    head *= backward
+    queries, keys, upstream = (place(head * size) for size in (rows * problem.dim, problem.columns * problem.dim, rows * problem.dim_v))
+    room = place(cublaslt.WORKSPACE)
+    return Layout(
+        groups, rows, summed, scores, weights, dweights, dscores, dk, dv, bias, offset, queries, keys, upstream, values, room, top
+    )  # fmt: skip
 
 
 def workspace(problem: Problem, backward: bool, dbias: Shape | None = None) -> int:
@@ -124,7 +142,8 @@ def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: Array
         weights = call.scores(cut.weights, tile)
         call.product("nt", call.queries(q, tile), call.keys(k, tile), call.scores(cut.scores, tile), tile, problem.dim, narrow=False)
         call.launch("attention_softmax", tile, (call.base + cut.scores, weights.ptr, lse.ptr))
-        call.product("nn", weights, call.keys(v, tile), call.queries(o, tile), tile, problem.dim_v)
+        values = call.clean_keys(call.keys(v, tile), cut.values, tile, problem.dim_v)
+        call.product("nn", weights, values, call.queries(o, tile), tile, problem.dim_v)
 
 
 def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, dq: ArrayView,
@@ -148,6 +167,9 @@ def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: Ar
         call.launch("attention_softmax_bwd", tile, (*pointers, *strides, problem.dim_v))
         if dbias is not None:
             call.add_bias_gradient(dbias.shape, tile)
+        keys = call.clean_keys(keys, cut.keys, tile, problem.dim)
+        rows = call.clean_queries(rows, cut.queries, tile, problem.dim)
+        upstream = call.clean_queries(upstream, cut.upstream, tile, problem.dim_v)
         call.product("nn", dscores, keys, call.queries(dq, tile), tile, problem.dim)
         for left, right, gradient, sums, dim in ((weights, upstream, dv, cut.dv, problem.dim_v), (dscores, rows, dk, cut.dk, problem.dim)):
             if not cut.summed:
@@ -163,7 +185,7 @@ def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: Ar
         kernel = launch.kernel("attention.cu", "attention_doffset_partial", call.device, T=call.type)
         partial = call.base + cut.doffset
         args = (extras.softmax_offset.ptr, lse.ptr, o.ptr, d_o.ptr, partial, *strides, problem.dim_v, problem.batch, problem.rows)
-        launch.launch(kernel, (_CHUNKS, problem.heads), 256, args, stream)
+        launch.launch(kernel, (problem.heads, _CHUNKS), 256, args, stream)
         kernel = launch.kernel("attention.cu", "attention_doffset", call.device, T=call.type)
         launch.launch(kernel, problem.heads, 32, (partial, doffset.ptr, _CHUNKS), stream)
 
@@ -185,7 +207,8 @@ class _Call:
         self.stream = stream
         self.repeat = problem.heads // problem.groups
         self.threads = min(256, max(32, -(-problem.columns // 128) * 32))  # four scores a thread, whole warps
-        self.rules = attention_rules.pack(problem, extras)
+        self.padding = Padding(problem, device, extras, stream)
+        self.rules = self.padding.rules
 
     def queries(self, view: ArrayView, tile: _Tile) -> _Matrices:
         """The tile's rows in q, o or their gradients."""
@@ -197,6 +220,22 @@ class _Call:
         """The tile's key heads in k, v or their gradients."""
         batch, head, row, _ = bhsd(self.problem.qkv_format, view)
         return _Matrices(view.ptr + (tile.batch * batch + tile.group * head) * self.dtype.itemsize, row, head)
+
+    def clean_queries(self, matrices: _Matrices, offset: int, tile: _Tile, dim: int) -> _Matrices:
+        """The tile's rows of q or do with 0 in padding: themselves where that is known, else a copy in the workspace."""
+        return self._clean(matrices, offset, tile, True, tile.rows, dim) if self.problem.cleaned else matrices
+
+    def clean_keys(self, matrices: _Matrices, offset: int, tile: _Tile, dim: int) -> _Matrices:
+        """The same for the tile's key heads of k or v, copied once for all tiles over them."""
+        return self._clean(matrices, offset, tile, False, self.problem.columns, dim) if self.problem.cleaned else matrices
+
+    def _clean(self, matrices: _Matrices, offset: int, tile: _Tile, query: bool, rows: int, dim: int) -> _Matrices:
+        copy = _Matrices(self.base + offset, dim, rows * dim)
+        if query or tile.first:
+            strides, to = (0, matrices.step, matrices.row, 1), (0, copy.step, copy.row, 1)
+            size = (1, tile.groups, rows, dim)
+            self.padding.clean(matrices.ptr, strides, copy.ptr, to, query, size, tile.batch, tile.row if query else 0)
+        return copy
 
     def scores(self, offset: int, tile: _Tile) -> _Matrices:
         """One of the tile's score-like arrays."""
@@ -231,7 +270,7 @@ class _Call:
         """The tile's unrounded dscores added into the sums of the bias's gradient."""
         batch, head, row = attention_rules.over_scores(shape)
         columns = self.problem.columns
-        grid = (-(-columns // 256), tile.rows if row else 1, tile.groups if head else 1)
+        grid = (-(-columns // 256), min(tile.rows, _MOST_BLOCKS) if row else 1, tile.groups if head else 1)
         factor = self.problem.bias_factor / self.problem.scale  # the dscores are scaled
         place = (tile.batch, tile.head, self.repeat, tile.row, tile.groups, tile.rows, columns)
         kernel = launch.kernel("attention.cu", "attention_dbias", self.device, T=self.type)

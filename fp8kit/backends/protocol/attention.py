@@ -10,6 +10,7 @@ the others have no meaning.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from fp8kit.arrays import ArrayView, Shape
@@ -50,6 +51,10 @@ class AttentionSpec(Protocol):
     @property
     def softmax_type(self) -> str:
         """Which softmax: "vanilla", "off-by-one" or "learnable" (a softmax_offset array comes)."""
+
+    @property
+    def zero_padded(self) -> bool:
+        """Whether the rows beyond the true lengths hold 0 already: k's and v's, and in backward also q's and do's."""
 
     @property
     def dropout(self) -> float:
@@ -101,7 +106,9 @@ class Attentions(Protocol):
         and gives nothing to o.
 
         lse: float32 (b, h, s_q), the row's log-sum-exp, that further score included; -Inf for a row that sees nothing (vanilla) or lies
-        beyond n_q. o of a row that sees nothing is 0. P's element index for dropout is ((b * heads + h) * s_q + i) * s_kv + j."""
+        beyond n_q. o of a row that sees nothing is 0. What lies in padding, in the rows of q beyond n_q and of k and v beyond n_kv, never
+        reaches a true row, be it NaN or Inf, and the padding rows of o are 0. P's element index for dropout is
+        ((b * heads + h) * s_q + i) * s_kv + j."""
 
     def attention_bwd(
         self,
@@ -123,17 +130,32 @@ class Attentions(Protocol):
         stream: int,
     ) -> None:
         """Gradients of ``attention_fwd`` (Dao et al. 2022, appendix B: P is recomputed from lse). dq, dk, dv like q, k, v, may be strided;
-        every element is written, padding rows as 0. dbias: like the bias, C-contiguous, or None; doffset: float32 (h,) or None."""
+        every element is written, padding rows as 0. What lies in the padding rows of do, q, k and v never reaches a gradient. dbias: like
+        the bias, C-contiguous, or None; doffset: float32 (h,) or None."""
 
     def attention_workspace(
-        self, q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool
+        self,
+        q: Shape,
+        k: Shape,
+        v: Shape,
+        dbias: Shape | None,
+        dtype: DType,
+        spec: AttentionSpec,
+        backward: bool,
+        deterministic: bool,
+        strides: Sequence[Shape],
     ) -> int:
-        """Bytes of workspace for q, k and v of these shapes; ``dbias``: the bias's shape where backward makes its gradient."""
+        """Bytes of workspace for q, k and v of these shapes; ``dbias``: the bias's shape where backward makes its gradient;
+        ``deterministic``: as backward gets it; ``strides``: of q, k and v, none where they are C-contiguous. dq, dk and dv are taken to
+        have those too, o and do to be C-contiguous."""
 
     def unpack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
         """Sequences that lie one after the other, made a padded batch: y[b, i] = x[starts[b] + i] for i < lengths[b + 1] - lengths[b], 0
         beyond. x: h (t, n); y: h (b, s, n); lengths, starts: int32 (b + 1,), running sums (of true and of padded lengths; the same array
-        where nothing lies between the sequences)."""
+        where nothing lies between the sequences).
+
+        Here and in every kernel that reads running sums from a device: no value in them makes a kernel read or write outside the arrays; of
+        values that are no running sums the results have no meaning."""
 
     def pack_sequences(self, x: ArrayView, y: ArrayView, lengths: ArrayView, starts: ArrayView, stream: int) -> None:
         """The way back: y[starts[b] + i] = x[b, i], 0 in rows that belong to no sequence, NaN in rows of a sequence beyond its first s.

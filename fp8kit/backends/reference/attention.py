@@ -7,6 +7,7 @@ the columns that one of its rows sees (``attention_rules``). Backward recomputes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,8 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
         store(doffset, -np.add.reduce(np.where(_within(extras, sizes) & some, weights, np.float32(0)), axis=(0, 3)).reshape(-1))
 
 
-def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool) -> int:
+def attention_workspace(q: Shape, k: Shape, v: Shape, dbias: Shape | None, dtype: DType, spec: AttentionSpec, backward: bool,
+                        deterministic: bool, strides: Sequence[Shape]) -> int:
     """No workspace on the CPU."""
     return 0
 

@@ -15,6 +15,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.backends.reference._numpy import Array, Float32, f32
 from fp8kit.backends.reference.dropout import Dropout
+from fp8kit.backends.reference.sequences import lengths_of
 from fp8kit.backends.reference.threads import njit
 
 # Query rows of a block: fewer waste less above the diagonal, more make better matrix products.
@@ -139,7 +140,7 @@ def blocks(sizes: Sizes, depth: int, extras: AttentionExtras, spec: AttentionSpe
 
 def true_lengths(cu_seqlens: ArrayView | None, batches: int, length: int) -> Array:
     """True length of each batch."""
-    return np.full(batches, length) if cu_seqlens is None else np.minimum(np.diff(cu_seqlens.numpy()), length)
+    return np.full(batches, length) if cu_seqlens is None else np.minimum(lengths_of(cu_seqlens), length)
 
 
 class Scores:

@@ -10,6 +10,7 @@ from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Layout
 from fp8kit.backends.reference._numpy import Array, Float32, f32, quiet, store
+from fp8kit.backends.reference.blas import matmul
 from fp8kit.backends.reference.threads import njit
 from fp8kit.formats import Format
 
@@ -53,7 +54,7 @@ def fp8_gemm_workspace(rows: int, columns: int) -> int:
 def product(left: Float32, right: Float32, out: ArrayView, scale: Array | None, bias: ArrayView | None, accumulate: bool) -> None:
     """out = left right * scale + bias (+ out), in float32, rounded once. left (M, K), right (K, N); scale broadcasts to (M, N)."""
     in_place = out.dtype is formats.float32 and not accumulate and out.contiguous
-    product = np.matmul(left, right, out=out.numpy() if in_place else None)
+    product = matmul(left, right, out.numpy() if in_place else None)
     if scale is not None:
         product *= scale
     if bias is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import Array
+from fp8kit.backends.reference.sequences import lengths_of
 
 _BITS = {2: formats.uint16, 4: formats.uint32}
 
@@ -16,26 +15,25 @@ _BITS = {2: formats.uint16, 4: formats.uint32}
 def cache_append_(x: ArrayView, cache: ArrayView, pages: ArrayView, fresh: ArrayView, totals: ArrayView, starts: ArrayView | None,
                   qkv_format: str, stream: int) -> None:
     """Each sequence's new tokens to its end; see ``protocol.Kernels.cache_append_``."""
-    source, target, table = _values(x), _values(cache), pages.numpy()
-    new, lengths = np.diff(fresh.numpy()), np.diff(totals.numpy())
-    for batch, (count, length) in enumerate(zip(new.tolist(), lengths.tolist(), strict=True)):
+    source, target = _values(x), _values(cache)
+    for batch, (count, length) in enumerate(zip(lengths_of(fresh).tolist(), lengths_of(totals).tolist(), strict=True)):
         if starts is not None:
-            first = int(starts.numpy()[batch])
+            first = int(starts.numpy()[batch].clip(0, len(source)))
             tokens = source[first : first + count]
         else:
             tokens = (source[:, batch] if qkv_format == "sbhd" else source[batch])[:count]
-        for page, inside, at in _places(length - count, length - count + len(tokens), target.shape[1]):
-            target[table[batch, page], inside] = tokens[at]
+        for page, inside, at in _places(pages, batch, length - count, length - count + len(tokens), target):
+            target[page, inside] = tokens[at]
 
 
 def cache_gather(cache: ArrayView, y: ArrayView, pages: ArrayView, totals: ArrayView, qkv_format: str, stream: int) -> None:
     """Each sequence's positions one after the other, 0 beyond; see ``protocol.Kernels.cache_gather``."""
-    source, target, table = _values(cache), _values(y), pages.numpy()
+    source, target = _values(cache), _values(y)
     target[...] = 0
-    for batch, length in enumerate(np.diff(totals.numpy()).tolist()):
+    for batch, length in enumerate(lengths_of(totals).tolist()):
         rows = target[:, batch] if qkv_format == "sbhd" else target[batch]
-        for page, inside, at in _places(0, min(length, len(rows)), source.shape[1]):
-            rows[at] = source[table[batch, page], inside]
+        for page, inside, at in _places(pages, batch, 0, min(length, len(rows)), source):
+            rows[at] = source[page, inside]
 
 
 def _values(view: ArrayView) -> Array:
@@ -43,11 +41,14 @@ def _values(view: ArrayView) -> Array:
     return view.view(_BITS[view.dtype.itemsize]).numpy()
 
 
-def _places(first: int, last: int, size: int) -> Iterator[tuple[int, slice, slice]]:
-    """Positions first ... last - 1 of a sequence, page by page: (number of the page, places in it, places among the positions)."""
-    start = first
+def _places(pages: ArrayView, batch: int, first: int, last: int, cache: Array) -> Iterator[tuple[int, slice, slice]]:
+    """Positions first ... last - 1 of a sequence, page by page: (page, places in it, places among the positions). Positions that the table
+    names no page of the cache for are left out."""
+    table, size, start = pages.numpy()[batch], cache.shape[1], first
+    first, last = max(first, 0), min(last, len(table) * size)
     while first < last:
-        page, place = divmod(first, size)
+        number, place = divmod(first, size)
         count = min(last - first, size - place)
-        yield page, slice(place, place + count), slice(first - start, first - start + count)
+        if 0 <= table[number] < len(cache):
+            yield int(table[number]), slice(place, place + count), slice(first - start, first - start + count)
         first += count

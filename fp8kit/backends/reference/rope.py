@@ -6,6 +6,7 @@ import numpy as np
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference._numpy import Array, Float32, quiet
+from fp8kit.backends.reference.sequences import lengths_of
 
 
 @quiet
@@ -70,7 +71,7 @@ def _clear(view: ArrayView, lengths: ArrayView | None, starts: ArrayView | None)
     if lengths is None or starts is None:
         return
     batch, place = _places(view.shape[0], starts)
-    view.numpy()[(place < 0) | (place >= np.diff(lengths.numpy())[batch])] = 0
+    view.numpy()[(place < 0) | (place >= lengths_of(lengths)[batch])] = 0
 
 
 def _put(view: ArrayView, source: Array, first: slice, low: Float32, second: slice, high: Float32, rotated: int) -> None:

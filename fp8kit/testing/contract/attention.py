@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.backends.protocol import AttentionExtras, Kernels
 from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32
 from fp8kit.testing.attention import Oracle, Rules, Sizes
@@ -38,6 +38,12 @@ class Problem:
             keep_factors(RNG, rules.dropout, scores) if rules.dropout else None,
         )  # fmt: skip
 
+    def spoil(self, value: float) -> None:
+        """Put ``value`` into all padding of q, k, v and do. The oracle has seen other numbers there."""
+        for batch, (queries, keys) in enumerate(zip(self.sizes.lengths_q, self.sizes.lengths_kv, strict=True)):
+            for x, length in ((self.q, queries), (self.do, queries), (self.k, keys), (self.v, keys)):
+                x[batch, :, length:] = value
+
     def place(self, x: Array) -> Array:
         """(b, h, s, d) values in the rules' order of dimensions."""
         return np.ascontiguousarray(x.transpose((2, 0, 1, 3) if self.rules.qkv_format == "sbhd" else (0, 2, 1, 3)))
@@ -53,11 +59,11 @@ class Problem:
         rng = RNG if self.rules.dropout else None
         return AttentionExtras(*(there(x) for x in (*cu, rng, self.mask, self.bias, self.slopes, self.offset)))
 
-    def room(self, kernels: Kernels, backward: bool) -> ArrayView:
-        """The workspace."""
+    def room(self, kernels: Kernels, backward: bool, strides: tuple[Shape, ...] = ()) -> ArrayView:
+        """The workspace for q, k and v of these strides."""
         q, k, v = (self.place(x).shape for x in (self.q, self.k, self.v))
         dbias = None if self.bias is None or not backward else self.bias.shape
-        return workspace(kernels.attention_workspace(q, k, v, dbias, self.dtype, self.rules, backward), self.device)
+        return workspace(kernels.attention_workspace(q, k, v, dbias, self.dtype, self.rules, backward, True, strides), self.device)
 
 
 def _packed(parts: tuple[Array, ...], device: Device, blank: bool = False) -> list[ArrayView]:
@@ -72,23 +78,32 @@ def _dtype(x: Array) -> DType:
     return next(d for d in HIGH_PRECISION if d.numpy == x.dtype)
 
 
-def _fwd(dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False) -> Callable[[Kernels, Device], None]:
+def _fwd(dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False,
+         padding: float | None = None) -> Callable[[Kernels, Device], None]:
+    """``padding``: what lies there."""
+
     def run(kernels: Kernels, device: Device) -> None:
         case = Problem(dtype, sizes, rules, device)
+        if padding is not None:
+            case.spoil(padding)
         parts = tuple(case.place(x) for x in (case.q, case.k, case.v))
         q, k, v = _packed(parts, device) if packed else (put(x, device) for x in parts)
         want = case.place(case.oracle.o)
         o, lse = poisoned(want.shape, dtype, device), poisoned((sizes.b, sizes.h, sizes.s_q), float32, device)
-        kernels.attention_fwd(q, k, v, o, lse, case.extras(), rules, case.room(kernels, False), 0)
+        kernels.attention_fwd(q, k, v, o, lse, case.extras(), rules,
+                              case.room(kernels, False, (q.strides, k.strides, v.strides)), 0)
         assert_close("o", get(o), want, dtype, case.place(case.oracle.o_slack))
         assert_close("lse", get(lse), case.oracle.lse, float32, case.oracle.lse_slack)
 
     return run
 
 
-def _bwd(dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False) -> Callable[[Kernels, Device], None]:
+def _bwd(dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False,
+         padding: float | None = None) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         case = Problem(dtype, sizes, rules, device)
+        if padding is not None:
+            case.spoil(padding)
         parts = tuple(case.place(x) for x in (case.q, case.k, case.v))
         q, k, v = _packed(parts, device) if packed else (put(x, device) for x in parts)
         results = []
@@ -98,7 +113,7 @@ def _bwd(dtype: DType, sizes: Sizes, rules: Rules, packed: bool = False) -> Call
             doffset = None if case.offset is None else poisoned(case.offset.shape, float32, device)
             kernels.attention_bwd(put(case.place(case.do), device), q, k, v, put(case.place(case.oracle.o_given), device),
                                   put(case.oracle.lse_given, device), grads[0], grads[1], grads[2], dbias, doffset, case.extras(), rules,
-                                  True, case.room(kernels, True), 0)
+                                  True, case.room(kernels, True, (q.strides, k.strides, v.strides)), 0)
             results.append([host(g) for g in (*grads, *(x for x in (dbias, doffset) if x is not None))])
         for (name, want), got, again in zip(case.oracle.grads.items(), *results, strict=True):
             slack, kind = case.oracle.slacks[name], float32 if name == "doffset" else dtype
@@ -178,9 +193,38 @@ _FLOAT32 = {
                           bottom_right=True, dropout=0.3), False),
 }
 
+# sizes, rules: run with NaN and Inf in padding, and with 0 that the rules know of. Lengths of queries and keys equal and unequal, a batch
+# without keys, packed inputs, depths that are and are not whole vectors.
+_CROSS = dataclasses.replace(_PADDED, d=24, d_v=8, h=4)
+_POISONED = {
+    "sbhd": (_CAUSAL_PADDED, _rules(padded=True), True),
+    "bshd": (_CAUSAL_PADDED, _rules("bshd", padded=True, window=(-1, 0)), False),
+    "cross-sbhd": (_CROSS, _rules(padded=True, window=(7, 3), bottom_right=True), False),
+    "cross-bshd": (_CROSS, _rules("bshd", padded=True), False),
+    "odd-depth": (dataclasses.replace(_PADDED, d=5, d_v=3), _rules("bshd", padded=True), False),
+    "no-keys": (Sizes(2, 17, 33, 4, 2, 16, (17, 5), (33, 0)), _rules(padded=True), False),
+}
+_POISONED_FLOAT32 = {
+    "dropout": (_PADDED, _rules("bshd", padded=True, dropout=0.5), False),
+    "bias-learnable": (dataclasses.replace(_PADDED, over=(3, 2, 17)),
+                       _rules(padded=True, bias="post_scale_bias", softmax_type="learnable"), False),
+}
+
+
+def _poisoned(make: Callable[..., Callable[[Kernels, Device], None]]) -> dict[str, Callable[[Kernels, Device], None]]:
+    rows = {}
+    for dtype in HIGH_PRECISION:
+        for name, (sizes, rules, packed) in (_POISONED | _POISONED_FLOAT32 if dtype is float32 else _POISONED).items():
+            for padding in (np.nan, np.inf, -np.inf, 0.0):
+                known = dataclasses.replace(rules, zero_padded=padding == 0)
+                rows[f"{dtype.name}-padding-of-{padding}-{name}"] = make(dtype, sizes, known, packed, padding)
+    return rows
+
+
 CASES = [
     *(case for kernel, make in (("attention_fwd", _fwd), ("attention_bwd", _bwd)) for case in (
         *table(kernel, {f"{d.name}-{name}": make(d, *row) for d in (float32, bfloat16, float16) for name, row in _ALL.items()}),
         *table(kernel, {f"float32-{name}": make(float32, *row) for name, row in _FLOAT32.items()}),
+        *table(kernel, _poisoned(make)),
     )),
 ]

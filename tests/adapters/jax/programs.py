@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from pathlib import Path
 
 import fp8kit_jax as fj
@@ -64,6 +65,21 @@ def leave(path):
     print("left")
 
 
+def leave_slow(path):
+    """End while calls wait for one that sleeps, nothing of this process running meanwhile."""
+    def slow(x, y):
+        time.sleep(0.3)
+        y.numpy()[...] = x.numpy()
+
+    fj.register("test.slow", slow)
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    step = jax.jit(lambda x: fj.dense(fj.call("test.slow", shape, x @ x), x))
+    for device in jax.devices():
+        for _ in range(2):
+            step(jax.device_put(jnp.ones((64, 64)), device))
+    print("left")
+
+
 def fail(path):
     """An error in a handler, then work as usual."""
     from tests.adapters.jax.test_calls import PlusSpec, plus
@@ -77,4 +93,4 @@ def fail(path):
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (run, save, load, leave, fail)}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")
+    {f.__name__: f for f in (run, save, load, leave, leave_slow, fail)}[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")

@@ -114,8 +114,8 @@ def test_a_saved_program_runs_where_it_was_never_traced(tmp_path):
 
 
 def test_a_program_may_end_with_calls_in_flight():
-    for _ in range(2):
-        assert child("leave", XLA_FLAGS="--xla_force_host_platform_device_count=8") == "left"
+    for program in ("leave", "leave_slow"):
+        assert child(program, XLA_FLAGS="--xla_force_host_platform_device_count=8") == "left"
 
 
 def test_an_error_in_a_handler_leaves_gradients_other_threads_and_the_process_alone():

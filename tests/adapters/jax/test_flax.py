@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 from fp8kit import recipe
 from fp8kit.testing import assert_same_bits
@@ -54,14 +55,14 @@ def test_modules_are_the_functions(name):
         sets = te.create_set()
         module = te_flax.LayerNormDenseGeneral((2, 24), use_bias=True, return_layernorm_output=True)
         variables = module.init(jax.random.key(0), x)
-        p = variables["params"]
+        p = nn.unbox(variables["params"])
         y, normed = jax.jit(module.apply)(variables, x)
         want = te.layernorm_dense(x, p["kernel"], p["scale"], p["ln_bias"], p["bias"], quantizer_set=sets, return_layernorm_output=True)
         assert_same_bits("y", np.asarray(y), np.asarray(want[0]))
         assert_same_bits("norm(x)", np.asarray(normed), np.asarray(want[1]))
         mlp = te_flax.LayerNormMLP(48, activations=("silu", "linear"), use_bias=True)
         variables = mlp.init(jax.random.key(0), x)
-        p = variables["params"]
+        p = nn.unbox(variables["params"])
         assert {n: v.shape for n, v in p.items()} == {
             "scale": (32,), "ln_bias": (32,), "wi_kernel": (32, 2, 48), "wo_kernel": (48, 32), "wi_bias": (2, 48), "wo_bias": (32,),
         }  # fmt: skip
@@ -114,7 +115,7 @@ def test_relative_position_biases_and_masks():
     module = te_flax.RelativePositionBiases(8, 16, 2)
     variables = module.init(jax.random.key(0), 4, 6)
     bias = module.apply(variables, 4, 6)
-    table = np.asarray(variables["params"]["rel_embedding"])
+    table = np.asarray(nn.unbox(variables["params"])["rel_embedding"])
     np.testing.assert_array_equal(np.asarray(bias)[0, :, 0, 0], table[:, 0])
     np.testing.assert_array_equal(np.asarray(bias)[0, :, 1, 0], table[:, 1])
     np.testing.assert_array_equal(np.asarray(bias)[0, :, 0, 1], table[:, 5])

@@ -26,7 +26,7 @@ X = jax.random.normal(jax.random.key(1), (2, 16, 32))
 def test_norms_of_queries_and_keys(kind, first):
     layer = modules.MultiHeadAttention(8, 4, qk_norm_type=kind, qk_norm_before_rope=first, enable_rotary_pos_emb=True, use_bias=True)
     variables = layer.init(jax.random.key(0), X, X)
-    p = variables["params"]
+    p = nn.unbox(variables["params"])
     assert ({"q_norm", "k_norm"} <= p.keys()) == (kind != "L2Normalization")
     y = fj.layernorm_dense(X, p["qkv"]["kernel"], p["qkv"]["scale"], p["qkv"]["ln_bias"], p["qkv"]["bias"])
     q, k, v = (y[:, :, i].reshape(2, 16, 4, 8) for i in range(3))
@@ -78,7 +78,7 @@ def test_activation_parameters_reach_the_mlp():
     types = ("clamped_silu", "clamped_linear")
     fused = modules.LayerNormMLP(48, activations=types, activation_params=params)
     variables = fused.init(jax.random.key(0), X)
-    p = variables["params"]
+    p = nn.unbox(variables["params"])
     h = fj.layernorm_dense(X, p["wi_kernel"], p["scale"], p["ln_bias"])
     want = fj.dense(fj.activation(h, types, params), p["wo_kernel"])
     got = fused.apply(variables, X)[0]
@@ -93,8 +93,7 @@ def test_logical_axes_place_the_parameters():
     """Rules from the MeshResource put every kernel of a layer on the mesh; the layer computes what it computes on one device."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
     resource = fj.MeshResource(dp_resource="data", tp_resource="tensor")
-    layer = modules.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False,
-                                     logical_partitioning=True)
+    layer = modules.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False)
     boxed = layer.init(jax.random.key(0), X, deterministic=True)
     plain = nn.meta.unbox(boxed)
     with fj.autocast(mesh_resource=resource):
@@ -126,19 +125,23 @@ def test_input_axes_constrain():
 
 
 REFUSED = {
-    "enable_low_rank_adaptation": lambda: modules.DenseGeneral(8, enable_low_rank_adaptation=True),
-    "dot_input_axes": lambda: modules.LayerNormDenseGeneral(8, dot_input_axes=("a",)),
-    "dot_2_input_axes": lambda: modules.LayerNormMLP(8, dot_2_input_axes=("a",)),
-    "intermediate_hidden_dropout_dims": lambda: modules.LayerNormMLP(8, intermediate_hidden_dropout_dims=(0,)),
-    "hidden_dropout_dims": lambda: modules.TransformerLayer(32, 48, 4, hidden_dropout_dims=(0,)),
+    "quantization_checkpoint_name": lambda: modules.DenseGeneral(8, quantization_checkpoint_name="q"),
+    "axis": lambda: modules.LayerNormDenseGeneral(8, axis=(0, 1)),
+    "ffn1_ckpt_name": lambda: modules.LayerNormMLP(8, ffn1_ckpt_name="mine"),
+    "low_rank_adaptation_scope": lambda: modules.TransformerLayer(32, 48, 4, low_rank_adaptation_scope="some"),
+    "rotary_pos_emb_group_method": lambda: modules.TransformerLayer(
+        32, 48, 4, enable_rotary_pos_emb=True, rotary_pos_emb_group_method="pairs"),
+    "enable_sequence_parallel": lambda: modules.TransformerLayer(32, 48, 4, enable_sequence_parallel=True),
     "score_mod": lambda: modules.TransformerLayer(32, 48, 4, score_mod=max),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_is_not_there_is_refused_by_name(field):
     with pytest.raises(Fp8kitError, match=rf": {field}: got "):
-        REFUSED[field]().init(jax.random.key(0), X)
+        REFUSED[field]().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    with pytest.raises(Fp8kitError, match=r"MultiHeadAttention: num_heads: got 4, expected None: renamed: num_attention_heads"):
+        modules.MultiHeadAttention(8, 4, num_heads=4).init(jax.random.key(0), X, X)
 
 
 def test_a_checkpoint_by_orbax_goes_on_with_the_same_bits(tmp_path):

@@ -264,5 +264,7 @@ def test_refusals_name_operation_and_argument():
         jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.bfloat16))
     with pytest.raises(Fp8kitError, match=r"dense: quantizer_set: got no slots"), fj.autocast(enabled=True):
         fj.dense(x, draw(1, 40, 8))
+    with pytest.raises(Fp8kitError, match=r"softmax: mask: got shape \(3,\), expected one that broadcasts to \(4, 40\)"):
+        fj.softmax(x, jnp.zeros(3, bool))
     with pytest.raises(Fp8kitError, match=r"quantize: no gradient rule for its input 'x'"):
         jax.grad(lambda x: fj.quantize(x).scale_inv.sum())(x)

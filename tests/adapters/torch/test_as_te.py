@@ -92,6 +92,64 @@ def test_the_call_gives_names_and_refuses_what_is_not_there():
     assert done.returncode == 0, done.stderr
 
 
+def test_modules_within_and_what_there_is_nothing_for():
+    done = python(code="""
+        import fp8kit_torch as ft
+        ft.as_transformer_engine()
+        import torch
+        import transformer_engine.pytorch as te
+        import transformer_engine.pytorch.attention.rope as rope
+        from transformer_engine.common.recipe import MXFP8BlockScaling
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+        from transformer_engine.pytorch.float8_tensor import Float8Tensor
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+        from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
+        from transformer_engine.pytorch.router import fused_topk_with_score_function
+        from transformer_engine.pytorch.tensor import MXFP8Tensor, QuantizedTensor
+        from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
+
+        assert rope is te.attention.rope and rope.apply_rotary_pos_emb is ft.apply_rotary_pos_emb
+        assert te.module.base.TransformerEngineBaseModule is TransformerEngineBaseModule and te.module.Linear is ft.Linear
+        assert te.attention.DotProductAttention is ft.DotProductAttention
+        assert te.fp8.FP8GlobalStateManager is te.quantization.FP8GlobalStateManager is FP8GlobalStateManager
+        assert te.float8_tensor.Float8Tensor is Float8Tensor is QuantizedTensor is te.Float8Tensor
+        assert te.cpp_extensions.general_gemm is general_gemm
+        model = te.ops.Sequential(te.ops.LayerNorm(32, device="cpu"), te.ops.Linear(32, 16, device="cpu"), te.ops.GELU())
+        norm, _ = multi_tensor_applier(multi_tensor_l2norm, torch.zeros(1, dtype=torch.int), [[torch.full((3, 4), 2.0)]], False)
+        assert abs(float(norm) ** 2 - 48) < 48 * 2.0**-22
+        assert not isinstance(model[1].weight, MXFP8Tensor) and model(torch.ones(4, 32)).shape == (4, 16)
+        context, sync = te.get_cpu_offload_context(enabled=False)
+        with context, te.onnx_export(False):
+            assert sync(model) is model
+        te.mark_not_offload(model[1].weight)
+        for call, word in ((MXFP8BlockScaling, "recipes are"), (te.initialize_ub, "tensor parallelism"), (te.ops.AllReduce, "parallelism"),
+                           (fused_topk_with_score_function, "router"), (cast_master_weights_to_fp8, "master_weights=True"),
+                           (lambda: te.get_cpu_offload_context(True), "enabled"), (lambda: te.onnx_export(True).__enter__(), "enabled"),
+                           (lambda: te.UserBufferQuantizationMode.FP8, "UserBufferQuantizationMode.FP8"), (te.NVFP4Quantizer, "NVFP4")):
+            try:
+                call()
+            except NotImplementedError as error:
+                assert word in str(error), error
+            else:
+                raise AssertionError(word)
+        class Own(te.Quantizer):
+            pass
+        try:
+            Own()
+        except NotImplementedError as error:
+            assert "Own is not supported: recipes" in str(error), error
+        for module in (te, te.ops, te.tensor, te.module):
+            try:
+                module.nonsense
+            except AttributeError as error:
+                assert "nonsense" in str(error)
+            else:
+                raise AssertionError(module)
+    """)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("arguments", [(), ("-m",)])
 def test_without_a_program_the_usage_is_said(arguments):
     done = python("-m", "fp8kit_torch.as_transformer_engine", *arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.calibration import activated, amax_of
 from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import encode
@@ -160,15 +161,77 @@ def test_inference_leaves_no_trace(device):
         assert not ours.fp8_meta["scaling_fwd"].amax_history.any()
 
 
-def test_what_cannot_be_compiled_says_so(device):
-    ours, _ = twins("Linear", device)
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_calibration(device, kind, grad, inside):
+    ours, _ = twins(kind, device)
+    eager, _ = twins(kind, device)
+    eager.load_state_dict(ours.state_dict())
+    def scope():
+        return ft.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"])
 
-    def function(x):
-        with ft.autocast(enabled=False, calibrating=True):
-            return ours(x)
+    def within(module):
+        def function(x):
+            with scope():
+                return module(x)
+        return function
 
-    with pytest.raises(Exception, match=r"calibrating=True.* is not supported within torch.compile"):
-        compiled(function)(torch.randn(4, WIDTH, device=device))
+    call_ = compiled(within(ours) if inside else ours)
+    for x in batches(device):
+        with torch.set_grad_enabled(grad):
+            y = within(eager)(x)
+            if inside:
+                z = call_(x)
+            else:
+                with scope():
+                    z = call_(x)
+        same(z, y, "y")
+        if grad:
+            y.sum().backward()
+            z.sum().backward()
+        same(ours.get_extra_state(), eager.get_extra_state(), "state")
+    assert ours.fp8_meta["scaling_fwd"].scale[0] != 1
+    for p, q in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert (p.grad is None) == (not grad)
+        if grad:
+            same(p.grad, q.grad, "grad")
+
+
+def _fused(device):
+    layer = ft.Linear(WIDTH, 40, fuse_wgrad_accumulation=True, device=device)
+    layer.weight.main_grad = torch.zeros(40, WIDTH, device=device)
+    return layer, RECIPES["current"]
+
+
+def _cached_attention(device):
+    params = ft.InferenceParams(2, 8, 2, 24, qkv_format="sbhd", device=device)
+    params.pre_step({0: 4, 1: 4})
+    layer = ft.MultiheadAttention(WIDTH, 2, layer_number=1, attention_dropout=0.0, device=device)
+    return (lambda x: layer(x.reshape(4, 2, WIDTH), inference_params=params)), None
+
+
+def _callable(device):
+    recipe = DelayedScaling(amax_compute_algo=lambda history: history.max(0))
+    return ft.Linear(WIDTH, 40, device=device), recipe
+
+
+def _recomputed(device):
+    layer = ft.Linear(WIDTH, 40, device=device)
+    return (lambda x: ft.checkpoint(layer, x)), None
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [(_fused, "fuse_wgrad_accumulation"), (_cached_attention, "inference_params"), (_callable, "a recipe with callables"),
+     (_recomputed, "checkpoint")],
+    ids=["main_grad", "cached", "callable", "checkpoint"],
+)  # fmt: skip
+def test_what_cannot_be_compiled_says_so(device, make, named):
+    function, recipe = make(device)
+    with torch.set_grad_enabled(named != "inference_params"), ft.autocast(enabled=recipe is not None, recipe=recipe), pytest.raises(
+            Exception, match=rf"fp8kit_torch: {named} is not supported within torch\.compile"):
+        compiled(function)(torch.randn(8, WIDTH, device=device))
 
 
 def _operands(device):
@@ -257,3 +320,15 @@ def test_the_policy_of_forward_is_backwards_too(monkeypatch):
         with fk.deterministic(not wanted):
             y.sum().backward()
         assert chosen == [wanted]
+
+
+def test_opcheck_of_calibration(device):
+    x, weight, bias = torch.randn(6, 16, device=device), torch.randn(32, 16, device=device), torch.randn(32, device=device)
+    fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
+    spec = NormMLPSpec(NormSpec(16), fc1, fc2, "relu")
+    opcheck(amax_of, (x,))
+    opcheck(activated, (x, weight, bias, encode(spec)))
+    same(amax_of(x), x.abs().max().reshape(1), "amax")
+    # float32 sums of 16 products in another order
+    want = torch.relu(x @ weight.t() + bias).max().reshape(1)
+    torch.testing.assert_close(activated(x, weight, bias, encode(spec)), want, rtol=2.0**-10, atol=0)

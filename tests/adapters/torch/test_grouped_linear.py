@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fp8kit_torch import GroupedLinear, Linear, autocast
+from fp8kit_torch import GroupedLinear, Linear, QuantizedTensor, autocast, quantized_model_init
 
 from fp8kit.errors import ShapeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -92,6 +92,90 @@ def test_calibration_returned_biases_and_checkpoints(place):
     other.load_state_dict(grouped.state_dict())
     assert_same_bits("loaded", bits(other.fp8_meta["scaling_fwd"].scale), bits(grouped.fp8_meta["scaling_fwd"].scale))
     assert {n for n in grouped.state_dict() if "weight" in n} == {f"weight{i}" for i in range(len(SPLITS))}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_it_is_the_same(place, recipe):
+    eager, _ = pair(place)
+    other, _ = pair(place)
+    other.load_state_dict(eager.state_dict())
+    call = torch.compile(other, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x, g = torch.randn(sum(SPLITS), K, device=place, requires_grad=True), torch.randn(sum(SPLITS), N, device=place)
+        twin = x.detach().clone().requires_grad_()
+        for module, function, given in ((eager, eager, x), (other, call, twin)):
+            module.zero_grad()
+            with autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+                y = function(given, SPLITS)
+            y.backward(g)
+        assert_same_bits("dx", bits(twin.grad), bits(x.grad))
+        for (name, p), q in zip(eager.named_parameters(), other.parameters(), strict=True):
+            assert_same_bits(name, bits(q.grad), bits(p.grad))
+        assert_same_bits("state", other.get_extra_state().numpy(), eager.get_extra_state().numpy())
+        assert bool(eager.fp8_meta) == (recipe == "delayed")
+
+
+def test_compiled_it_calibrates_and_refuses_what_it_cannot_do(place):
+    eager, _ = pair(place)
+    other, _ = pair(place)
+    other.load_state_dict(eager.state_dict())
+    call, x = torch.compile(other, fullgraph=True, backend="aot_eager"), torch.randn(sum(SPLITS), K, device=place)
+    with torch.no_grad(), autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+        assert_same_bits("y", bits(call(x, SPLITS)), bits(eager(x, SPLITS)))
+    assert_same_bits("state", other.get_extra_state().numpy(), eager.get_extra_state().numpy())
+    assert float(eager.fp8_meta["scaling_fwd"].scale[0]) != 1
+    with autocast(recipe=RECIPES["current"]), pytest.raises(Exception, match="is_first_microbatch of GroupedLinear is not supported"):
+        call(x, SPLITS, True)
+    fused, _ = pair(place, fuse_wgrad_accumulation=True)
+    with pytest.raises(Exception, match="fuse_wgrad_accumulation is not supported within"):
+        torch.compile(fused, fullgraph=True, backend="aot_eager")(x, SPLITS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_main_grad(place, recipe):
+    plain, _ = pair(place)
+    fused = GroupedLinear(len(SPLITS), K, N, fuse_wgrad_accumulation=True, device=place)
+    fused.load_state_dict(plain.state_dict())
+    wanted = {}
+    for i in range(len(SPLITS)):
+        weight = getattr(fused, f"weight{i}")
+        weight.main_grad, weight.grad_added_to_main_grad = torch.full_like(weight, 3.0), False
+    for first in (True, False):
+        x, g = torch.randn(sum(SPLITS), K, device=place), torch.randn(sum(SPLITS), N, device=place)
+        for module in (plain, fused):
+            module.zero_grad()
+            with autocast(enabled=recipe != "plain", recipe=RECIPES[recipe]):
+                module(x, SPLITS, first).backward(g)
+        for i in range(len(SPLITS)):
+            weight = getattr(fused, f"weight{i}")
+            wanted[i] = getattr(plain, f"weight{i}").grad + wanted.get(i, 0)
+            assert_same_bits(f"main_grad {i}", bits(weight.main_grad), bits(wanted[i]))
+            assert weight.grad_added_to_main_grad
+            assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_weights_in_fp8(place, recipe):
+    plain, _ = pair(place)
+    with quantized_model_init(recipe=RECIPES[recipe]):
+        held = GroupedLinear(len(SPLITS), K, N, device=place)
+    held.load_state_dict(plain.state_dict())
+    assert all(isinstance(getattr(held, f"weight{i}"), QuantizedTensor) for i in range(len(SPLITS)))
+    x, g = torch.randn(sum(SPLITS), K, device=place), torch.randn(sum(SPLITS), N, device=place)
+    found = []
+    for module in (plain, held):
+        with autocast(recipe=RECIPES[recipe]):
+            y = module(x, SPLITS)
+        y.backward(g)
+        found.append([y, *(p.grad for p in module.parameters())])
+    for i, (got, want) in enumerate(zip(*found, strict=True)):
+        assert_same_bits(f"result {i}", bits(got), bits(want))
+    y = held(x, SPLITS)
+    rows = torch.cat([part @ getattr(held, f"weight{i}").dequantize().t() + getattr(held, f"bias{i}")
+                      for i, part in enumerate(x.split(SPLITS))])
+    torch.testing.assert_close(y, rows, rtol=2.0**-10, atol=2.0**-10)  # a GPU may round to TF32's 11 bits
+    with pytest.raises(Exception, match="quantized_model_init is not supported within"):
+        torch.compile(held, fullgraph=True, backend="aot_eager")(x, SPLITS)
 
 
 def test_refusals():

@@ -139,16 +139,23 @@ def test_accelerate_trains_in_fp8(products):
     assert losses[-1] < losses[0]
 
 
-def test_accelerates_own_fp8_mode_finds_this_door():
+HANDLERS = {
+    "TERecipeKwargs": "TERecipeKwargs(amax_history_len=4)",
+    "FP8RecipeKwargs": 'FP8RecipeKwargs(backend="TE", amax_history_len=4, amax_compute_algo="max", fp8_format="HYBRID", margin=0)',
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_accelerates_own_fp8_mode_finds_this_door(handler):
     """``mixed_precision="fp8"`` with its Transformer Engine backend: accelerate converts the model itself."""
     program = """
         import fp8kit_torch
         fp8kit_torch.as_transformer_engine()
         import torch
         from accelerate import Accelerator
-        from accelerate.utils import TERecipeKwargs, has_transformer_engine_layers
+        from accelerate.utils import FP8RecipeKwargs, TERecipeKwargs, has_transformer_engine_layers
         torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(amax_history_len=4)])
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[HANDLER])
         model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.LayerNorm(48), torch.nn.ReLU(), torch.nn.Linear(48, 32))
         model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         assert has_transformer_engine_layers(model)
@@ -162,7 +169,23 @@ def test_accelerates_own_fp8_mode_finds_this_door():
         assert losses[-1] < losses[0], losses
         layer = next(m for m in model.modules() if isinstance(m, fp8kit_torch.Linear))
         assert float(layer.fp8_meta["scaling_fwd"].scale[0]) != 1.0
-    """
+        assert layer.fp8_meta["scaling_fwd"].history_len == 4
+
+        from accelerate.utils import apply_fp8_autowrap, convert_model
+        plain = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.LayerNorm(48), torch.nn.Linear(48, 32))
+        wanted = plain(x).detach()
+        with torch.no_grad():
+            convert_model(plain)
+        assert [type(m) for m in plain] == [fp8kit_torch.Linear, fp8kit_torch.LayerNorm, fp8kit_torch.Linear]
+        got = plain(x)
+        assert (got - wanted).norm() < 1e-5 * wanted.norm()
+        wrapped = apply_fp8_autowrap(plain, HANDLER)
+        wrapped.eval()
+        assert torch.equal(wrapped(x), got), "evaluation is in high precision unless it is asked for"
+        wrapped.train()
+        error = (wrapped(x) - wanted).norm() / wanted.norm()
+        assert 1e-4 < error < 2.0**-3, error  # E4M3's half step is 2^-4 of a value; scales of 1 lose some more of what is small
+    """.replace("HANDLER", HANDLERS[handler])
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -116,7 +116,6 @@ def test_a_gpu_without_fp8_runs_nothing(monkeypatch, recipe, nothing_runs):
         (lambda: ft.TransformerLayer(8, 8, 2, tp_size=2), "tp_size"),
         (lambda: ft.DotProductAttention(2, 4, cp_comm_type="a2a"), "cp_comm_type"),
         (lambda: ft.LayerNorm((2, 3)), "normalized_shape"),
-        (lambda: ft.Linear(16, 16, device="cpu")(torch.ones(2, 16), fp8_output=True), "fp8_output"),
     ],
 )
 def test_what_is_not_supported_says_so(make, message):
@@ -199,7 +198,7 @@ def test_main_grad(device, recipe):
         p.main_grad = torch.full_like(p, 3.0)
     fused.fc2_weight.grad_added_to_main_grad = False
     want = {"fc1_weight": 0.0, "fc2_weight": 0.0}
-    for first in (True, False):
+    for first in (True, False, None):
         *_, grads, g = torch_step(ours, ours, RECIPES[recipe], x, is_first_microbatch=first)
         *_, others, _ = torch_step(fused, fused, RECIPES[recipe], x, g, is_first_microbatch=first)
         for name in want:
@@ -209,6 +208,60 @@ def test_main_grad(device, recipe):
     assert fused.fc1_weight.grad is None
     assert fused.fc2_weight.grad_added_to_main_grad
     assert not fused.fc2_weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
+@pytest.mark.parametrize("lower", [False, True], ids=["bfloat16", "autocast"])
+def test_main_grad_is_not_rounded_on_its_way(device, recipe, lower):
+    """float32 sums of products of bfloat16 operands: what float32 operands of the same values give, added in float32."""
+    dtype = torch.float32 if lower else torch.bfloat16
+    fused = ft.LayerNormLinear(WIDTH, 64, fuse_wgrad_accumulation=True, params_dtype=dtype, device=device)
+    other = ft.LayerNormLinear(WIDTH, 64, params_dtype=dtype, device=device)
+    other.load_state_dict(fused.state_dict())
+    start = torch.randn(64, WIDTH, device=device) * 2.0**-20
+    fused.weight.main_grad = start.clone()
+    x, g = torch.randn(24, WIDTH, device=device).to(dtype), torch.randn(24, 64, device=device).bfloat16()
+    with torch.autocast(device, torch.bfloat16, enabled=lower), scope(ft, RECIPES[recipe]):
+        y, z = fused(x), other(x)
+    y.backward(g)
+    z.backward(g)
+    assert fused.weight.grad is None
+    found, rounded = fused.weight.main_grad - start, other.weight.grad.float()
+    assert not torch.equal(found, found.bfloat16().float())  # it was never of 16 bits
+    # one rounding to bfloat16 (2^-9), and float32's of adding what start is
+    torch.testing.assert_close(found, rounded, rtol=2.0**-8, atol=2.0**-23 * (start.abs().max() + rounded.abs().max()).item())
+
+
+def test_main_grad_that_does_not_fit(device):
+    layer, x = ft.Linear(WIDTH, 56, fuse_wgrad_accumulation=True, device=device), torch.randn(4, WIDTH, device=device)
+    for wrong in (torch.zeros(56, WIDTH, device=device, dtype=torch.float16), torch.zeros(WIDTH, 56, device=device).t()):
+        layer.weight.main_grad = wrong
+        with pytest.raises(Fp8kitError, match=r"weight0\.main_grad: got .*, expected contiguous torch\.float32 \(56, 48\)"):
+            layer(x)
+    layer.weight.main_grad = torch.zeros(56, WIDTH, device=device)
+    y = layer(x)
+    layer.weight.main_grad = torch.zeros(56, WIDTH, device=device, dtype=torch.bfloat16)
+    with pytest.raises(FormatError, match=r"main_grad: weight0: got torch\.bfloat16 \(56, 48\) at backward"):
+        y.sum().backward()
+    layer.weight.requires_grad_(False)
+    del layer.weight.main_grad
+    layer(x).sum().backward()
+    same(layer.bias.grad, torch.full((56,), 4.0), "bias")
+
+
+def test_cuda_without_cuda_is_one_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    makes = {
+        "Linear": lambda: ft.Linear(8, 8, device="cuda"),
+        "LayerNorm": lambda: ft.LayerNorm(8, device="cuda"),
+        "GroupedLinear": lambda: ft.GroupedLinear(2, 8, 8, device="cuda:1"),
+        "RotaryPositionEmbedding": lambda: ft.RotaryPositionEmbedding(8, device="cuda"),
+        "InferenceParams": lambda: ft.InferenceParams(2, 8, device="cuda"),
+        "LayerNormLinear": lambda: ft.TransformerLayer(16, 16, 2, device="cuda"),
+    }
+    for name, make in makes.items():
+        with pytest.raises(BackendError, match=rf"^{name}: device: got cuda.*, expected a CUDA device, but .* device=\"cpu\""):
+            make()
 
 
 def test_sequential_and_a_training_loop(device):

@@ -171,6 +171,22 @@ def test_under_torchs_autocast(device, recipe):
             assert (got.float() - want.float()).norm() < 2.0**-5 * want.float().norm()
 
 
+@pytest.mark.parametrize("init", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_recipes_of_one_format_may_differ(device, init, recipe):
+    """A weight's scale is its own, so what quantized_model_init was told and what the autocast says need the same format alone."""
+    with ft.quantized_model_init(recipe=RECIPES[init], preserve_high_precision_init_val=True):
+        held = ft.Linear(WIDTH, 40, device=device)
+    with ft.quantized_model_init(recipe=RECIPES[recipe]):
+        other = ft.Linear(WIDTH, 40, device=device)
+    other.load_state_dict({"weight": held.weight.get_high_precision_init_val(), "bias": held.bias})
+    for x in batches(device):
+        y, dx, grads, g = torch_step(other, other, RECIPES[recipe], x)
+        y2, dx2, grads2, _ = torch_step(held, held, RECIPES[recipe], x, g)
+        for got, want in ((y2, y), (dx2, dx), (grads2["weight"], grads["weight"])):
+            same(got, want, "result")
+
+
 def test_made_later(device):
     with ft.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
         layer = ft.Linear(WIDTH, 40, device="meta")
@@ -211,8 +227,17 @@ def test_what_does_not_fit_says_so(device):
     with pytest.raises(RecipeError, match="recipe"), ft.quantized_model_init(recipe=3):
         pass
     with ft.quantized_model_init():
-        for make in (lambda: ft.TransformerLayer(WIDTH, 64, 4, device=device), lambda: ft.GroupedLinear(2, WIDTH, 40, device=device)):
-            with pytest.raises(NotImplementedError, match="one a product"):
+        for make in (lambda: ft.TransformerLayer(WIDTH, 64, 4, device=device),
+                     lambda: ft.Linear(WIDTH, 40, parameters_split=("a", "b"), device=device)):
+            with pytest.raises(NotImplementedError, match=r"\d weights for 1 products in .*, expected one a product"):
                 make()
-    with pytest.raises(Exception, match="quantized_model_init are not supported within"):
+    held.weight = torch.nn.Parameter(torch.zeros(40, WIDTH, device=device))  # as fully_shard does
+    with pytest.raises(NotImplementedError, match=r"Linear: weight0: got a Parameter, expected the QuantizedTensor .* fully_shard"):
+        held(x)
+
+
+def test_compiled_it_says_so(device):
+    held, _ = pair("Linear", device, "current")
+    x = torch.randn(4, WIDTH, device=device)
+    with pytest.raises(Exception, match="a weight of quantized_model_init is not supported within"):
         torch.compile(held, fullgraph=True, backend="aot_eager")(x)

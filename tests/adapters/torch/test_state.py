@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import threading
 
@@ -10,6 +11,8 @@ import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
+from fp8kit_torch import plans
+from fp8kit_torch.state import _WALKS
 
 from fp8kit.errors import CheckpointError
 from fp8kit.recipe import DelayedScaling
@@ -104,6 +107,77 @@ def test_an_exception_drops_the_step(device):
     with pytest.raises(ZeroDivisionError):
         step()
     same(ours.get_extra_state(), before, "state")
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "grouped"])
+@pytest.mark.parametrize("direction", ["before", "after"])
+def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monkeypatch):
+    """It fails after some layers have recorded: in a hook between them, or within a layer whose own amax is recorded already."""
+    class Fail(torch.autograd.Function):
+        failing = True
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            if Fail.failing:
+                raise ZeroDivisionError
+            return g
+
+    def net():
+        torch.manual_seed(0)
+        kind = ft.GroupedLinear if how == "grouped" else ft.Linear
+        sizes = (2, WIDTH, WIDTH) if how == "grouped" else (WIDTH, WIDTH)
+        return torch.nn.ModuleList([kind(*sizes, device=device) for _ in range(2)])
+
+    def step(layers, x):
+        with ft.autocast(recipe=RECIPE):
+            def run(x):
+                given = ([4, 4],) if how == "grouped" else ()
+                x = layers[0](x, *given)
+                return layers[1](Fail.apply(x) if direction == "before" else x, *given)
+
+            y = ft.checkpoint(run, x, use_reentrant=False) if how == "checkpoint" else run(x)
+        if direction == "after" and Fail.failing:
+            ready, calls = plans.Ready.backward, []
+
+            def failing(self, *arguments):
+                found = ready(self, *arguments)
+                calls.append(self)
+                if len(calls) == 2:
+                    raise ZeroDivisionError
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(plans.Ready, "backward", failing)
+                y.sum().backward()
+        else:
+            y.sum().backward()
+
+    ours, never = net(), net()
+    x = torch.randn(8, WIDTH, device=device, requires_grad=True)
+    Fail.failing = False
+    for layers in (ours, never):
+        step(layers, x)
+    before = [layer.fp8_meta["scaling_bwd"].amax_history.clone() for layer in ours]
+    assert all(history.any() for history in before)
+    Fail.failing = True
+    forward = {layer: copy.deepcopy(layer.fp8_meta["scaling_fwd"]) for layer in ours}
+    with pytest.raises(ZeroDivisionError):
+        step(ours, x * 100)
+    gc.collect()
+    for layer, history in zip(ours, before, strict=True):
+        same(layer.fp8_meta["scaling_bwd"].amax_history, history, "history")
+        layer.fp8_meta["scaling_fwd"] = forward[layer]  # the forward pass did succeed, and counts
+        layer._forget()
+    Fail.failing = False
+    for layers in (ours, never):
+        step(layers, x)
+    for one, other in zip(ours, never, strict=True):
+        same(one.get_extra_state(), other.get_extra_state(), "state")
+    assert not _WALKS
 
 
 def test_inference_leaves_no_trace(device):

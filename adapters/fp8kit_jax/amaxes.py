@@ -1,0 +1,27 @@
+"""Amaxes as inputs of an operation: where devices share them, they are measured, reduced, and given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from fp8kit.formats import float32
+from fp8kit.ops.product import ProductSpec
+from fp8kit.spec import Meta
+
+AMAX = Meta((1,), float32)
+
+
+def with_amaxes(product: ProductSpec) -> ProductSpec:
+    """The product with its amaxes as inputs."""
+    assert product.fp8 is not None
+    operands = {name: replace(getattr(product.fp8, name), source="amax") for name in ("x", "w", "g")}
+    return replace(product, fp8=replace(product.fp8, **operands))
+
+
+def amax_of(x: Any) -> Any:
+    """max|x|, NaN ignored, float32 (1,)."""
+    size = jnp.abs(x).astype(jnp.float32)
+    return jnp.max(jnp.where(jnp.isnan(size), 0.0, size)).reshape(1)

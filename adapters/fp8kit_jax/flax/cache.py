@@ -1,0 +1,67 @@
+"""Decoding with a cache: the keys and values of tokens that came before, in the collection "cache" (Flax's and Transformer Engine's names).
+
+``init`` or the first ``apply`` with ``decode=True`` makes the variables ``cached_key``, ``cached_value`` (b, length, groups, d) and
+``cache_index`` int32 () with the length of that call, which itself attends as without decoding. Every further call, with "cache" mutable,
+adds its tokens, one or several, and attends to all tokens so far: the results are those of one call with all tokens (with current scaling
+each call has amaxes of its own). A call beyond the length gives NaN. Start with the index 0 and zeros, as ``init`` leaves them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8kit.errors import FormatError, expected
+from fp8kit_jax.flax.common import form
+
+MASKS = ("causal", "causal_bottom_right", "no_mask")
+
+
+class Past:
+    """What one attention module has cached. ``index``: tokens that came before, None in the call that makes the cache; ``length``: room."""
+
+    def __init__(self, module: Any, key: Any, value: Any, lengths: Any) -> None:
+        op = type(module).__name__
+        if module.attn_mask_type not in MASKS or lengths is not None:
+            wanted = f"one of {', '.join(MASKS)}, and no lengths, where decode is True"
+            raise FormatError(expected(op, "attn_mask_type", repr(module.attn_mask_type), wanted))
+        if module.attn_bias_type == "alibi":
+            raise FormatError(expected(op, "attn_bias_type", "'alibi'", "another one where decode is True"))
+        ready = module.has_variable("cache", "cached_key")
+        self.key = module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
+        self.value = module.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+        self.count = module.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
+        self.index = self.count.value if ready else None
+        self.module, order = module, form(module)
+        self.at, self.batch = order.index("s"), key.shape[order.index("b")]
+        self.length, self.fresh = self.key.value.shape[self.at], key.shape[self.at]
+
+    def starts(self) -> Any:
+        """The first position of every sequence, int32 (b,), None where it is 0."""
+        return None if self.index is None else jnp.broadcast_to(self.index, (self.batch,))
+
+    def extended(self, key: Any, value: Any, mask: Any, bias: Any) -> tuple[tuple[Any, Any], Any, Any]:
+        """Keys and values of all tokens, the mask of what the new ones do not see, and their rows of the bias."""
+        if self.index is None:
+            return (key, value), mask, bias
+        for variable, new in ((self.key, key), (self.value, value)):
+            variable.value = jax.lax.dynamic_update_slice_in_dim(variable.value, new.astype(variable.value.dtype), self.index, self.at)
+        self.count.value = self.index + self.fresh
+        rows, columns = self.index + jnp.arange(self.fresh)[:, None], jnp.arange(self.length)
+        left, right = self.module.window_size or (-1, -1)
+        hidden = columns > rows if self.module.attn_mask_type != "no_mask" else columns >= self.index + self.fresh
+        hidden = jnp.broadcast_to(hidden, (self.fresh, self.length))
+        if left >= 0:
+            hidden |= columns < rows - left
+        if right >= 0:
+            hidden |= columns > rows + right
+        hidden = hidden[None, None] if mask is None else hidden | (jnp.asarray(mask) != 0)
+        if bias is not None and bias.shape[-2] not in (1, self.fresh):
+            bias = jax.lax.dynamic_slice_in_dim(bias, self.index, self.fresh, -2)
+        return (self.key.value, self.value.value), hidden, bias
+
+    def checked(self, o: Any) -> Any:
+        """o, NaN where the tokens have no room."""
+        return o if self.index is None else jnp.where(self.index + self.fresh <= self.length, o, jnp.asarray(jnp.nan, o.dtype))

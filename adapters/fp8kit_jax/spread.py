@@ -1,0 +1,91 @@
+"""Operations of which a device's part is no call of the same operation: dropout, whose numbers know their place in the whole array, and the
+mean of cross entropy, a quotient of two sums over devices.
+
+Philox4x32-10 (Salmon et al., SC'11) here draws the words that the kernels draw (``backends.protocol``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8kit_jax.program import Program
+
+Special = Callable[[Program, Sequence[Any], tuple[str, ...], Callable[..., Any]], list[Any]]
+_MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
+
+
+def special(program: Program) -> Special | None:
+    """How the part of a program is computed, None where it is the program itself: ``(program, arrays, axes, bind)`` gives the results, the
+    sums over devices done. ``axes``: the manual axes over which rows are cut."""
+    if program.operation == "drop_path" or (program.operation == "dropout_add" and program.spec.p > 0):
+        return _dropped
+    if program.operation == "cross_entropy" and program.spec.reduction == "mean" and program.face == "forward":
+        return _mean
+    return None
+
+
+def _mean(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:
+    """The losses of the rows, then their sum by the number of targets that count."""
+    rows = replace(program, spec=replace(program.spec, reduction="none"))
+    loss, lse = bind(*arrays, program=rows)
+    targets = dict(zip([name for name, _ in program.arguments], arrays, strict=True))["targets"]
+    counted = (targets != program.spec.ignore_index).sum(dtype=jnp.float32)
+    total, count = jax.lax.psum((loss.sum(), counted), axes)
+    mean = total / jnp.maximum(count, 1.0)
+    found = {"loss": mean.reshape(1), "lse": lse, "total": jnp.stack([mean, count])}
+    return [found[name] for name, _ in program.results]
+
+
+def _dropped(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:
+    """``dropout_add`` and ``drop_path`` in XLA's own code, in float32, rounded once."""
+    have = {name: array for (name, _), array in zip(program.arguments, arrays, strict=True)}
+    x = have["y"] if program.face == "backward" else have["x"]
+    count = x.shape[0] if program.operation == "drop_path" else math.prod(x.shape)
+    words = philox(have["rng"], jax.lax.axis_index(axes).astype(jnp.uint32), count)
+    p = program.spec.p
+    kept = jnp.where(words >= jnp.uint32(int(p * 2.0**32)), jnp.float32(1 / (1 - p)), 0.0)
+    kept = kept.reshape((-1,) + (1,) * (x.ndim - 1) if program.operation == "drop_path" else x.shape)
+    wide = x.astype(jnp.float32)
+    if program.face == "forward":
+        wide = wide + have["bias"].astype(jnp.float32) if "bias" in have else wide
+        y = wide * kept
+        y = y + have["residual"].astype(jnp.float32) if "residual" in have else y
+        return [y.astype(x.dtype)]
+    dx = wide * kept
+    found = {"x": dx.astype(x.dtype)}
+    if "bias" in dict(program.results):
+        found["bias"] = jax.lax.psum(dx.sum(tuple(range(x.ndim - 1))), axes).astype(x.dtype)
+    return [found[name] for name, _ in program.results]
+
+
+def philox(rng: Any, part: Any, count: int) -> Any:
+    """uint32 (count,): the words of elements part * count ... part * count + count - 1 for ``rng``, (seed, offset) as int64 (2,) or their
+    uint32 (4,) words; ``part``: uint32 ()."""
+    if rng.dtype != jnp.uint32:
+        rng = jax.lax.bitcast_convert_type(rng, jnp.uint32).reshape(4)
+    groups = -(-count // 4) + 1
+    low, high = product(part, jnp.uint32(count))[::-1]
+    first = (low >> 2) | (high << 30)
+    number = first + jnp.arange(groups, dtype=jnp.uint32)
+    counter = [number, (high >> 2) + (number < first).astype(jnp.uint32), *(jnp.broadcast_to(w, (groups,)) for w in rng[2:])]
+    key = [rng[0], rng[1]]
+    for _ in range(_ROUNDS):
+        (h0, l0), (h1, l1) = (product(counter[2 * i], jnp.uint32(m)) for i, m in enumerate(_MULTIPLIERS))
+        counter = [h1 ^ counter[1] ^ key[0], l1, h0 ^ counter[3] ^ key[1], l0]
+        key = [k + jnp.uint32(w) for k, w in zip(key, _WEYL, strict=True)]
+    return jax.lax.dynamic_slice_in_dim(jnp.stack(counter, 1).reshape(-1), (low & 3).astype(jnp.int32), count)
+
+
+def product(a: Any, b: Any) -> tuple[Any, Any]:
+    """(high, low) words of the product of uint32 numbers, from halves."""
+    mask = jnp.uint32(0xFFFF)
+    a0, a1, b0, b1 = a & mask, a >> 16, b & mask, b >> 16
+    middle = a1 * b0 + ((a0 * b0) >> 16)
+    other = a0 * b1 + (middle & mask)
+    return a1 * b1 + (middle >> 16) + (other >> 16), a * b

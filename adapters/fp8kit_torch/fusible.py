@@ -1,0 +1,211 @@
+"""``te.ops``: operations one by one, and ``Sequential`` of them, under Transformer Engine's names.
+
+Each is a module on fp8kit's operations and computes what its namesake does, FP8 under ``autocast`` included; nothing is fused across them:
+that is what ``LayerNormLinear``, ``LayerNormMLP`` and ``TransformerLayer`` are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import ArgumentError, expected
+from fp8kit_torch import linear, norm
+from fp8kit_torch.apply import run
+from fp8kit_torch.arguments import only, positive, refuse
+from fp8kit_torch.functional import dropout_add
+from fp8kit_torch.parameters import ParameterModule
+from fp8kit_torch.specs import spec_for
+
+L2Normalization, Identity = norm.L2Normalization, torch.nn.Identity
+_PARALLEL = {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False, "rng_state_tracker_function": None,
+             "userbuffers_options": None}
+
+
+def _start(weight: Tensor) -> None:
+    torch.nn.init.kaiming_uniform_(weight, math.sqrt(5))
+
+
+class BasicOperation(torch.nn.Module):
+    """Base of operations on one tensor; ``num_extra_inputs`` and ``num_extra_outputs`` beside it."""
+
+    num_extra_inputs = 0
+    num_extra_outputs = 0
+
+
+class Linear(linear.Linear):
+    """y = x W^T + b: ``fp8kit_torch.Linear`` whose ``weight`` starts as torch's does. ``accumulate_into_main_grad``: its
+    ``fuse_wgrad_accumulation``. ``other``: tensor parallelism, at its defaults."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None,
+                 accumulate_into_main_grad: bool = False, **other: Any) -> None:
+        refuse("ops.Linear", _PARALLEL, other)
+        super().__init__(in_features, out_features, bias=bias, device=device, params_dtype=dtype, init_method=_start,
+                         fuse_wgrad_accumulation=accumulate_into_main_grad)
+
+
+class BasicLinear(Linear):
+    """y = x W^T."""
+
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, bias=False, **options)
+
+
+class Bias(ParameterModule):
+    """y = x + ``bias``, (size,), which starts at 0."""
+
+    num_extra_inputs = num_extra_outputs = 0
+
+    def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, tensor_parallel: bool = False,
+                 tensor_parallel_group: Any = None) -> None:
+        only("ops.Bias", {"tensor_parallel": (tensor_parallel, False), "tensor_parallel_group": (tensor_parallel_group, None)})
+        positive("ops.Bias", size=size)
+        super().__init__()
+        self.add_parameter("bias", (size,), torch.nn.init.zeros_, dtype, device)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp``: h (..., size); so is the result."""
+        return run("add", spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
+
+
+class LayerNorm(norm.LayerNorm):
+    """``fp8kit_torch.LayerNorm``; ``sm_margin``: 0 only."""
+
+    def __init__(self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None,
+                 zero_centered_gamma: bool = False, sm_margin: Any = 0) -> None:
+        only("ops.LayerNorm", {"sm_margin": (sm_margin, 0)})
+        super().__init__(normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device)
+
+
+class RMSNorm(norm.RMSNorm):
+    """``fp8kit_torch.RMSNorm``; ``sm_margin``: 0 only."""
+
+    def __init__(self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None,
+                 zero_centered_gamma: bool = False, sm_margin: Any = 0) -> None:
+        only("ops.RMSNorm", {"sm_margin": (sm_margin, 0)})
+        super().__init__(normalized_shape, eps, params_dtype=dtype, zero_centered_gamma=zero_centered_gamma, device=device)
+
+
+class _Activation(BasicOperation):
+    activation = ""
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        only(f"ops.{type(self).__name__}", {"cache_quantized_input": (cache_quantized_input, False),
+                                            "glu_interleave_size": (glu_interleave_size, None)})
+        super().__init__()
+        self.params: tuple[float, ...] = ()
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp``: h (..., F), of a gated activation (..., 2 F), the gate's half first. Returns h (..., F)."""
+        spec = spec_for("ActivationSpec", self.activation, inp.shape[-1], self.params)
+        return run("activation", spec, {"x": inp})["y"]
+
+
+def _activation(name: str, activation: str) -> type[_Activation]:
+    return type(name, (_Activation,), {"activation": activation, "__module__": __name__,
+                                       "__doc__": f'"{activation}", see ``fp8kit.backends.activation``.'})
+
+
+GELU, QGELU, ReLU = _activation("GELU", "gelu"), _activation("QGELU", "qgelu"), _activation("ReLU", "relu")
+SReLU, SiLU, GLU = _activation("SReLU", "srelu"), _activation("SiLU", "silu"), _activation("GLU", "glu")
+GEGLU, QGEGLU, ReGLU = _activation("GEGLU", "geglu"), _activation("QGEGLU", "qgeglu"), _activation("ReGLU", "reglu")
+SReGLU, SwiGLU = _activation("SReGLU", "sreglu"), _activation("SwiGLU", "swiglu")
+
+
+class ClampedSwiGLU(_Activation):
+    """"clamped_swiglu", see ``fp8kit.backends.activation``."""
+
+    activation = "clamped_swiglu"
+
+    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, **other: Any) -> None:
+        super().__init__(**other)
+        self.params = (float(limit), float(alpha), float(glu_linear_offset))
+
+
+class Dropout(BasicOperation):
+    """Elements dropped with probability ``p`` while training, the rest divided by 1 - p."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ArgumentError(expected("ops.Dropout", "p", p, "a probability in [0, 1)"))
+        self.dropout_probability = float(p)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp``: h (..., N); so is the result."""
+        return dropout_add(inp, p=self.dropout_probability) if self.training and self.dropout_probability else inp
+
+
+class ConstantScale(BasicOperation):
+    """y = x * ``scale``."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = float(scale)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp``: any shape and dtype; so is the result."""
+        return inp * self.scale
+
+
+class Reshape(BasicOperation):
+    """The same elements in another ``shape``, of which one extent may be -1."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """``inp``: any tensor of that many elements."""
+        return inp.reshape(self.shape)
+
+
+class AddExtraInput(BasicOperation):
+    """x + the next extra input, of x's shape. ``in_place``: accepted; nothing is written over here."""
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+
+    def forward(self, inp: Tensor, extra: Tensor) -> Tensor:
+        """Both of one shape and dtype; so is the result."""
+        return inp + extra
+
+
+class MakeExtraOutput(BasicOperation):
+    """x, which is an extra output too. ``in_place``: accepted, as for ``AddExtraInput``."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+
+    def forward(self, inp: Tensor) -> tuple[Tensor, Tensor]:
+        """(inp, inp)."""
+        return inp, inp
+
+
+class Sequential(torch.nn.Sequential):
+    """Operations, and any other modules, one after the other."""
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, op_kwargs: Any = None) -> Any:
+        """The result, or (the result, extra outputs...), in order. ``extra_inputs``: as many as the operations want, in order; Fp8kitError
+        otherwise. ``op_kwargs``: None only."""
+        only("ops.Sequential", {"op_kwargs": (op_kwargs, None)})
+        wanted = [getattr(module, "num_extra_inputs", 0) for module in self]
+        if sum(wanted) != len(extra_inputs):
+            raise ArgumentError(expected("ops.Sequential", "extra_inputs", len(extra_inputs), f"{sum(wanted)} tensors"))
+        x, given, made = input, iter(extra_inputs), []
+        for module, count in zip(self, wanted, strict=True):
+            out = module(x, *(next(given) for _ in range(count)))
+            if getattr(module, "num_extra_outputs", 0):
+                x, *more = out
+                made += more
+            else:
+                x = out
+        return (x, *made) if made else x

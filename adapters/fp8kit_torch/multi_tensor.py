@@ -1,0 +1,156 @@
+"""``multi_tensor_*``: what Megatron and NeMo do to many tensors at once, under Transformer Engine's names and with its argument order.
+
+Each takes ``chunk_size`` (accepted; there are no chunks here), ``noop_flag``, an integer tensor (1,) on the device, lists of tensors, and
+numbers. Where ``noop_flag`` is not 0, optimisers change nothing; scaling sets it to 1 where it meets Inf or NaN. Nothing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit import arrays
+from fp8kit.backends import dispatch
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit_torch.views import as_view
+
+Lists = Sequence[Sequence[Tensor]]
+_NO_CORRECTION = 2**60  # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
+
+
+class MultiTensorApply:
+    """``applier(op, noop_flag, tensor_lists, *args)`` is ``op(chunk_size, noop_flag, tensor_lists, *args)``."""
+
+    available = True
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+def _lists(operation: str, lists: Lists, counts: tuple[int, ...]) -> list[list[Tensor]]:
+    """The lists; ShapeError where there are not ``counts`` of them, or they are not alike."""
+    found = [list(one) for one in lists]
+    if len(found) not in counts or len({len(one) for one in found}) > 1:
+        got, wanted = f"{len(found)} lists of {[len(one) for one in found]} tensors", " or ".join(map(str, counts))
+        raise ShapeError(expected(operation, "tensor_lists", got, f"{wanted} lists of as many tensors each"))
+    for row in zip(*found, strict=True):
+        if len({t.shape for t in row}) > 1:
+            raise ShapeError(expected(operation, "tensor_lists", [tuple(t.shape) for t in row], "the same shape in each list"))
+    return found
+
+
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
+    """out = in * scale, in float32, of lists (in, out); ``scale``: a number, or float32 (1,). ``noop_flag`` becomes 1 where an element of
+    in is Inf or NaN."""
+    sources, results = _lists("multi_tensor_scale", tensor_lists, (2,))
+    if not sources:
+        return
+    wide = [t if t.dtype is torch.float32 else t.float() for t in sources]
+    largest = torch.stack(torch._foreach_norm(wide, float("inf")))  # Inf or NaN where an element is one
+    noop_flag.copy_(torch.where(largest.isfinite().all().to(noop_flag.device), noop_flag, torch.ones_like(noop_flag)))
+    factor = scale.reshape(()) if isinstance(scale, Tensor) else scale
+    torch._foreach_copy_(results, torch._foreach_mul(wide, factor))
+
+
+multi_tensor_scale_tensor = multi_tensor_scale
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
+    """(sqrt of the sum of all squares, float32 (1,); that of each tensor, float32 (tensors,), or (0,) without ``per_tensor``)."""
+    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,))
+    norms = torch.zeros(0, dtype=torch.float32, device=noop_flag.device)
+    if tensors:
+        norms = torch.stack(torch._foreach_norm([t if t.dtype is torch.float32 else t.float() for t in tensors], 2))
+    return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else norms[:0]
+
+
+def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor,
+                                per_tensor: bool = False) -> tuple[Tensor, Tensor]:
+    """``multi_tensor_l2norm`` of the tensors times ``inv_scale``, float32 (1,), which they are not multiplied by."""
+    whole, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
+    factor = inv_scale.reshape(1).abs()
+    return whole * factor, each * factor
+
+
+@torch.no_grad()
+def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: float | Tensor, beta1: float, beta2: float,
+                      epsilon: float, step: int | Tensor, mode: int, bias_correction: int, weight_decay: float,
+                      inv_scale: Tensor | None = None) -> None:
+    """Adam on lists (gradients, parameters, first and second moments) and, of 16-bit parameters, their float32 masters.
+
+    ``mode``: 0, weight decay is added to the gradient (L2 regularisation); 1, it is decoupled (AdamW). ``bias_correction``: 0, without it.
+    See ``FusedAdam`` for the formulas. FormatError for moments or masters that are not float32.
+    """
+    lists = _lists("multi_tensor_adam", tensor_lists, (4, 5))
+    for kept in lists[2:]:
+        for tensor in kept:
+            if tensor.dtype is not torch.float32:
+                raise FormatError(expected("multi_tensor_adam", "moments and masters", tensor.dtype, "float32"))
+    grads, params, means, squares = lists[:4]
+    masters = lists[4] if len(lists) == 5 else [None] * len(params)
+    if not params:
+        return
+    by = None if inv_scale is None else inv_scale.float().reshape(1)
+    decay = float(weight_decay)
+    if mode == 0 and decay:
+        wide = [g.float() if by is None else g.float() * by for g in grads]
+        grads = [g.add(p if m is None else m, alpha=decay) for g, p, m in zip(wide, params, masters, strict=True)]
+        by, decay = None, 0.0
+    place = as_view(params[0]).device
+    skipped = (noop_flag.reshape(-1)[:1] != 0).float()
+    count: Any = _NO_CORRECTION
+    if bias_correction:
+        count = as_view(step.reshape(1).to(torch.int64)) if isinstance(step, Tensor) else step
+    rate = as_view(lr.float().reshape(1)) if isinstance(lr, Tensor) else float(lr)
+    dispatch.kernels(place).adamw_(
+        *([as_view(t) for t in kept] for kept in (params, [g.contiguous() for g in grads], means, squares)),
+        [None if m is None else as_view(m) for m in masters], rate, beta1, beta2, epsilon, [decay] * len(params), count,
+        None if by is None else as_view(by), as_view(skipped), arrays.current_stream(place))
+    torch.autograd.graph.increment_version(params)
+
+
+def multi_tensor_adam_capturable(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: Tensor, beta1: float, beta2: float,
+                                 epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float,
+                                 inv_scale: Tensor) -> None:
+    """``multi_tensor_adam`` with ``lr``, ``step`` and ``inv_scale``, which gradients are multiplied by, as tensors (1,) on the device."""
+    multi_tensor_adam(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
+
+
+@torch.no_grad()
+def multi_tensor_sgd(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, weight_decay: float, momentum: float, dampening: float,
+                     lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float) -> None:
+    """SGD with momentum on lists (gradients, parameters, momenta) and, where they are given, 16-bit copies of the parameters.
+
+    In float32: g = scale * gradient, + weight_decay w unless ``wd_after_momentum``; b = g in the ``first_run``, else
+    momentum b + (1 - dampening) g; w -= lr (g + momentum b with ``nesterov``, b without, + weight_decay w if ``wd_after_momentum``).
+    """
+    lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4))
+    live = noop_flag.reshape(-1)[0] == 0
+    for i, (grad, param, buffer) in enumerate(zip(*lists[:3], strict=True)):
+        w, g = param.float(), grad.float() * scale
+        if weight_decay and not wd_after_momentum:
+            g = g + weight_decay * w
+        if momentum:
+            b = g if first_run else momentum * buffer.float() + (1 - dampening) * g
+            g = g + momentum * b if nesterov else b
+            buffer.copy_(torch.where(live, b, buffer.float()))
+        if weight_decay and wd_after_momentum:
+            g = g + weight_decay * w
+        param.copy_(torch.where(live, w - lr * g, w))
+        if len(lists) == 4:
+            lists[3][i].copy_(torch.where(live, param.float(), lists[3][i].float()))

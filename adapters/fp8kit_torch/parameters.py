@@ -1,0 +1,74 @@
+"""Parameters of the torch modules: where they lie, how they start, and how they are made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp8kit.backends.policy import get_policy
+from fp8kit.errors import ArgumentError, BackendError, expected
+from fp8kit.formats import HIGH_PRECISION
+from fp8kit_torch.views import kind_of
+
+Init = Callable[[Tensor], Any]
+
+
+def default_device() -> torch.device:
+    """Where ``device=None`` puts parameters: torch's default device where one is set, else CUDA where it is usable, else the CPU."""
+    device = torch.get_default_device()
+    return torch.device("cuda") if device.type == "cpu" and torch.cuda.is_available() else device
+
+
+def placed(operation: str, device: Any) -> torch.device:
+    """The device that an argument ``device`` means, None the default one. BackendError where it is CUDA and torch has none."""
+    where = default_device() if device is None else torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
+        raise BackendError(expected(operation, "device", where, f'a CUDA device, but {why}; device="cpu" computes the same, slowly'))
+    return where
+
+
+def normal_init(tensor: Tensor) -> None:
+    """Transformer Engine's default for weights: normal with mean 0 and standard deviation 0.023."""
+    torch.nn.init.normal_(tensor, 0.0, 0.023)
+
+
+class ParameterModule(torch.nn.Module):
+    """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after ``device="meta"``, say)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inits: dict[str, Init] = {}
+        get_policy()  # read now, not within a compiled function
+
+    def add_parameter(self, name: str, shape: tuple[int, ...], init: Init, dtype: torch.dtype | None, device: Any) -> None:
+        """A parameter of ``shape``, filled by ``init`` in place. FormatError for a dtype that the operations do not have, BackendError for
+        a CUDA device that is not there."""
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if kind_of(dtype) not in HIGH_PRECISION:
+            names = ", ".join(kind.name for kind in HIGH_PRECISION)
+            raise ArgumentError(expected(type(self).__name__, "params_dtype", dtype, f"one of {names}"))
+        where = placed(type(self).__name__, device)
+        self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype, device=where)))
+        self._inits[name] = init
+        if where.type != "meta":
+            with torch.no_grad():
+                init(self._parameters[name])  # type: ignore[arg-type]
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does nothing."""
+        if defer_init:
+            return
+        for name, init in self._inits.items():
+            old = self._parameters[name]
+            assert old is not None
+            if old.is_meta:
+                device = default_device()
+                fresh = torch.empty_like(old, device=torch.device("cpu") if device.type == "meta" else device)
+                self._parameters[name] = Parameter(fresh, old.requires_grad)
+            with torch.no_grad():
+                init(self._parameters[name])  # type: ignore[arg-type]

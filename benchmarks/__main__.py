@@ -1,0 +1,170 @@
+"""Every benchmark with its peers, the verdicts on the targets, and README's table.
+
+    python -m benchmarks [PART ...] --out DIR [--minutes N]
+    python -m benchmarks --table [--update]
+
+Writes ``benchmarks.json`` after each part, and pictures, to DIR. Without a PART all but ``train`` run. Sizes are full on a GPU and small on
+the CPU. With --isolate each part has a process of its own: one that crashes or hangs costs the others nothing. Returns 1 where a part
+failed or a result of fp8kit is wrong; a missed target is printed and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import table
+from fp8kit.bench import report as reports
+from fp8kit.bench.report import Report, Row, Setting
+
+FILE = "benchmarks.json"
+PART_SECONDS = 600.0  # that an isolated part may take
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="some of the parts; --list names them")
+    parser.add_argument("--list", action="store_true", help="say what there is to run")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results")
+    parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing new after N minutes")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each contender (6; on the CPU 2)")
+    parser.add_argument("--isolate", action="store_true", help="a process for each part")
+    parser.add_argument("--table", action="store_true", help=f"print README's table of {table.RESULTS.relative_to(table.ROOT)}")
+    parser.add_argument("--update", action="store_true", help="with --table: write it into README.md")
+    options = parser.parse_args(arguments)
+    if not (options.table or options.list or options.out):
+        parser.error("--out is required")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    options = parse(arguments)
+    if options.table:
+        return show_table(options.update)
+    from benchmarks.parts import PARTS
+
+    if options.list:
+        print("\n".join(f"{part.name:12}{part.about}{'' if part.usual else ' (only where it is named)'}" for part in PARTS))
+        return 0
+    unknown = sorted(set(options.parts) - {part.name for part in PARTS})
+    if unknown:
+        print(f"python -m benchmarks: no such part: {', '.join(unknown)}; --list names them", file=sys.stderr)
+        return 2
+    chosen = [part for part in PARTS if part.name in options.parts or (part.usual and not options.parts)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    setting = setting_of(options)
+    report = isolated(chosen, setting, options) if options.isolate else together(chosen, setting, options.out / FILE)
+    return finish(report, options.out)
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """How the run is made."""
+    from fp8kit.commands import device_of
+
+    given: dict[str, Any] = {"out": options.out}
+    if options.rounds is not None:
+        given["rounds"] = options.rounds
+    if options.minutes is not None:
+        given["deadline"] = time.monotonic() + 60 * options.minutes
+    return reports.setting_for(device_of(options), **given)
+
+
+def peers() -> dict[str, str]:
+    """Versions of the libraries beside."""
+    from benchmarks.torch_cases import PEERS, version_of
+
+    return {name: version_of(name) for name in PEERS}
+
+
+def together(parts: Sequence[reports.Part], setting: Setting, path: Path) -> Report:
+    """All parts in this process."""
+    from fp8kit.commands.bench import clocks_of
+
+    def write(report: Report) -> None:
+        report.about["versions"] |= peers()
+        report.write(path)
+
+    return reports.run(parts, setting, write, say, None, clocks_of(setting) if setting.device.kind == "cuda" else None)
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    print(text, flush=True)
+
+
+def isolated(parts: Sequence[reports.Part], setting: Setting, options: argparse.Namespace) -> Report:
+    """Each part by a process of its own, whose report is taken over; what a process does not report has failed."""
+
+    def child(part: reports.Part) -> tuple[dict[str, Any], dict[str, Any]]:
+        folder = options.out / "parts" / part.name
+        order = [sys.executable, "-m", "benchmarks", part.name, "--out", str(folder), "--device", str(setting.device)]
+        order += ["--rounds", str(setting.rounds)]
+        start, said = time.perf_counter(), "it cannot be started"
+        limit = min(PART_SECONDS, setting.left())
+        try:
+            done = subprocess.run([*order, "--minutes", f"{limit / 60:.3f}"], capture_output=True, text=True, timeout=limit + 30)
+            said = f"{done.returncode}: {' '.join(done.stderr.split())[-300:]}"
+            found = reports.read(folder / FILE)
+            return found.parts[part.name], found.about
+        except subprocess.TimeoutExpired:
+            status = f"failed: no end after {limit:.0f} s"
+        except (OSError, ValueError, KeyError):
+            status = f"failed: the process ended with {said}"
+        return {"status": status, "seconds": time.perf_counter() - start, "rows": []}, {}
+
+    whole = Report({"parts apart": True, "versions": reports.versions() | peers(), "machine": reports.machine(setting.device)})
+    clocks: list[Any] = []
+    for part in parts:
+        if setting.left() <= 0:
+            whole.parts[part.name] = {"status": "left out: no time", "seconds": 0.0, "rows": []}
+        else:
+            whole.parts[part.name], about = child(part)
+            clocks += about.get("clocks", [])
+            whole.about |= {name: about[name] for name in ("device", "python", "settings") if name in about}
+        say(reports.text(part.name, whole.parts[part.name]))
+        whole.about["clocks"] = clocks
+        whole.write(options.out / FILE)
+    return whole
+
+
+def finish(report: Report, out: Path) -> int:
+    """Verdicts, pictures, the last word."""
+    from benchmarks import targets
+    from fp8kit.bench.plots import draw
+
+    report.targets = targets.evaluate(report)
+    report.write(out / FILE)
+    print(targets.text(report.targets))
+    for path in draw(report, out):
+        print(path)
+    failures = report.failures(ours)
+    for failure in failures:
+        print(f"python -m benchmarks: FAILED: {failure}", file=sys.stderr)
+    return int(bool(failures))
+
+
+def ours(row: Row) -> bool:
+    """Whether a row is one of fp8kit: another library's failure is reported, and is none of this run. Parts without contenders are ours."""
+    return not row["case"].startswith(("torch", "plain JAX", "Transformer Engine"))
+
+
+def show_table(update: bool) -> int:
+    """Print the table of the committed results, and write it into README.md where that is asked for."""
+    made = table.committed()
+    print(made, end="")
+    if update:
+        readme = table.ROOT / "README.md"
+        readme.write_text(table.with_table(readme.read_text(), made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What speed is wanted, as a table, and the verdicts on one run: every row is evaluated from figures that one run took in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.torch_cases import COMPILED, CUDNN, EAGER, GRAPH
+from fp8kit.bench.report import Report, Row
+from fp8kit.bench.sizes import FULL
+from fp8kit.bench.skeleton import NAME as SKELETON
+
+NATIVE, TORCH = "fp8kit native FP8 delayed", "fp8kit_torch FP8 delayed"
+DOORS = (NATIVE, TORCH)
+
+
+class Missing(Exception):
+    """A figure that the run does not have, or that is of a wrong result; the message says which."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """``what`` must be at most ``must`` and should be at most ``goal`` (with ``more``: at least), in ``unit``; ``value`` finds it."""
+
+    what: str
+    must: float
+    goal: float
+    value: Callable[[Report], float]
+    unit: str = ""
+    more: bool = False
+
+
+def figure(report: Report, part: str, case: str, key: str, workload: str | None = None) -> float:
+    """One figure. Missing where it was not taken, or where the result was wrong."""
+    for row in report.rows(part):
+        if row["case"] == case and workload in (None, row["workload"]):
+            if row["status"] == "ok" and key in row:
+                return float(row[key])
+            raise Missing(f"{part}, {case}: {row['status']}")
+    raise Missing(f"{part}, {case}: not measured")
+
+
+def ratio(workload: str, cases: tuple[str, ...], other: str, key: str = "gpu_ms") -> Callable[[Report], float]:
+    """The largest of the cases' figures over another case's, of one workload of the part ``layer``."""
+    return lambda r: max(figure(r, "layer", case, key, workload) for case in cases) / figure(r, "layer", other, key, workload)
+
+
+TARGETS = (
+    Target("native FP8 delayed layer / torch eager bf16", 0.60, 0.55, ratio("layer 4096", (NATIVE,), EAGER)),
+    Target("native FP8 delayed layer / the skeleton of the same run", 1.03, 0.95, ratio("layer 4096", (NATIVE,), SKELETON)),
+    Target("fp8kit_torch FP8 delayed layer / torch eager bf16", 0.61, 0.56, ratio("layer 4096", (TORCH,), EAGER)),
+    Target("FP8 current scaling, both doors / torch eager bf16", 0.63, 0.58,
+           ratio("layer 4096", ("fp8kit native FP8 current", "fp8kit_torch FP8 current"), EAGER)),
+    Target("native bf16 layer / torch.compile bf16", 1.00, 0.95, ratio("layer 4096", ("fp8kit native bf16",), COMPILED)),
+    Target("peak memory of the FP8 layer, both doors / torch eager bf16", 1.00, 0.90, ratio("layer 4096", DOORS, EAGER, "peak_gib")),
+    Target("host time, native Linear FP8, 64 tokens, 256 to 256", 200, 120, lambda r: figure(r, "host", NATIVE, "host_us"), "us"),
+    Target("host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256", 300, 200, lambda r: figure(r, "host", TORCH, "host_us"), "us"),
+    Target("hidden 2048 layer, eager, both doors / torch eager bf16", 1.00, 0.75, ratio("layer 2048", DOORS, EAGER)),
+    Target("hidden 1024 layer, eager, both doors / torch eager bf16, cuDNN attention", 1.20, 0.90, ratio("layer 1024", DOORS, CUDNN)),
+    Target("GPT-2-small layer, eager, both doors / torch eager bf16", 1.20, 0.90, ratio("layer 768", DOORS, EAGER)),
+    Target("hidden 1024 layer, FP8 graph / torch bf16 graph", 0.95, 0.80, ratio("layer 1024", (f"{NATIVE}, graph",), GRAPH)),
+    Target("memory-bound kernels: copy time of their bytes / their time", 0.85, 0.92,
+           lambda r: figure(r, "kernels", "all passes", "of_copy"), more=True),
+    Target("first step, empty kernel cache", 20, 8, lambda r: figure(r, "start", "empty cache", "seconds"), "s"),
+    Target("first step, warm kernel cache", 3, 1.5, lambda r: figure(r, "start", "warm cache", "seconds"), "s"),
+)  # fmt: skip
+
+
+def evaluate(report: Report) -> list[Row]:
+    """A row for each target: ``value``, and the ``verdict`` "goal", "must", "MISS" or "not measured" with a ``reason``: a figure that the
+    run does not have, or sizes other than the full ones, which the targets are of."""
+    rows = []
+    small = report.about.get("settings", {}).get("sizes") != FULL.name
+    for target in TARGETS:
+        row: Row = {"what": target.what, "must": target.must, "goal": target.goal, "unit": target.unit, "more": target.more}
+        try:
+            if small:
+                raise Missing("the run's sizes are not the full ones")
+            row["value"] = value = target.value(report)
+        except Missing as why:
+            rows.append(row | {"verdict": "not measured", "reason": str(why)})
+            continue
+        sign = -1 if target.more else 1
+        reached = [name for name in ("goal", "must") if sign * value <= sign * getattr(target, name)]
+        rows.append(row | {"verdict": reached[0] if reached else "MISS"})
+    return rows
+
+
+def shown(value: float, unit: str) -> str:
+    """A figure as it is printed: three digits of a ratio, microseconds without decimals."""
+    return f"{value:.0f} us" if unit == "us" else f"{value:.2f} s" if unit == "s" else f"{value:.3f}"
+
+
+def text(rows: list[Row]) -> str:
+    """The verdicts as aligned lines."""
+    width = max(len(row["what"]) for row in rows)
+    lines = ["== targets"]
+    for row in rows:
+        value = shown(row["value"], row["unit"]) if "value" in row else row["reason"]
+        wanted = f"must {'>=' if row['more'] else '<='} {row['must']:g}, goal {row['goal']:g}"
+        lines.append(f"{row['what']:{width}}  {row['verdict']:12}  {value:>10}  ({wanted})")
+    return "\n".join(lines)

@@ -1,0 +1,235 @@
+"""The engine's host code with other kernels: for one call, chosen functions come from another text, from CuPy or from numba.cuda.
+
+Grid, block, arguments and shared memory stay the engine's own. While such a call runs, and only then, ``launch.kernel`` and
+``launch.launch`` are this module's: the look-up answers the calling thread alone with its replacements, and the launch knows how numba is
+called. Every other thread, and every other function, gets the engine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fp8kit.backends import cuda
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.compile import Resources
+from fp8kit.backends.cuda.device import cupy
+from fp8kit.errors import BackendError, expected
+from fp8kit.raw_kernels import manifest
+
+Place = tuple[str, str]  # source, function
+Maker = Callable[[int, manifest.Defines], Any]  # device index, defines -> what is launched there
+
+# Elements of the arrays that a numba.cuda kernel sees: no kernel is told their length, and none asks.
+_UNBOUNDED = 1 << 40
+# A pointed type of the sources -> typestr of the array that stands for it; T is the define's.
+_TYPES = {"u8": "|u1", "u16": "<u2", "u32": "<u4", "u64": "<u8", "i32": "<i4", "i64": "<i8", "float": "<f4", "double": "<f8",
+          "f32": "<f4", "f16": "<f2", "bf16": "<u2", "f64": "<f8", "void": "|u1"}
+
+
+class _Local(threading.local):
+    replacements: Mapping[Place, Maker] | None = None
+
+
+_LOCAL = _Local()
+_LOCK = threading.Lock()
+_running = 0
+_engines_launch = launch.launch
+
+
+def _look_up(source: str, function: str, device_index: int, **defines: str) -> Any:
+    """What ``launch.kernel`` is while kernels are replaced."""
+    maker = (_LOCAL.replacements or {}).get((source, function))
+    if maker is None:
+        return launch.engines_kernel(source, function, device_index, **defines)
+    return maker(device_index, manifest.defines(**defines))
+
+
+def _launch(
+    kernel: Any, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int = 0
+) -> None:
+    """What ``launch.launch`` is while kernels are replaced."""
+    if isinstance(kernel, _Numba):
+        kernel.launch(grid, block, args, stream, shared)
+    else:
+        _engines_launch(kernel, grid, block, args, stream, shared)
+
+
+class _Replacing:
+    """Context manager: the calling thread's kernels are replaced."""
+
+    __slots__ = ("before", "replacements")
+
+    def __init__(self, replacements: Mapping[Place, Maker]) -> None:
+        self.replacements = replacements
+
+    def __enter__(self) -> None:
+        global _running, _engines_launch
+        self.before = _LOCAL.replacements
+        _LOCAL.replacements = self.replacements
+        with _LOCK:
+            if not _running:
+                _engines_launch = launch.launch
+                launch.kernel = _look_up
+                launch.launch = _launch
+            _running += 1
+
+    def __exit__(self, *error: object) -> None:
+        global _running
+        _LOCAL.replacements = self.before
+        with _LOCK:
+            _running -= 1
+            if not _running:
+                launch.kernel = launch.engines_kernel
+                launch.launch = _engines_launch
+
+
+def engine_with(operation: str, replacements: Mapping[Place, Maker], note: Callable[[], object]) -> Callable[..., Any]:
+    """The engine's implementation of an operation of the contract, its kernels replaced; ``note`` is called at every use of one."""
+    function = cuda.implementation(operation)
+
+    def noted(maker: Maker) -> Maker:
+        def make(device_index: int, defines: manifest.Defines) -> Any:
+            note()
+            return maker(device_index, defines)
+
+        return make
+
+    watched = {place: noted(maker) for place, maker in replacements.items()}
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        with _Replacing(watched):
+            return function(*args, **named)
+
+    return call
+
+
+def of_text(unit: manifest.Unit, source: str) -> dict[Place, Maker]:
+    """Replacements of every function of ``source`` that a text defines. BackendError, naming the function, where it does not fit."""
+    try:
+        entry = manifest.stands_for(unit, manifest.source(source))
+    except ValueError as error:
+        raise BackendError(f"override: {error}") from None
+
+    def maker(function: str) -> Maker:
+        return functools.cache(lambda device, defines: launch.load(entry, function, device, defines, unit))
+
+    return {(source, function): maker(function) for function in entry.functions}
+
+
+def of_cupy(kernel: Any, place: Place) -> dict[Place, Maker]:
+    """A ``cupy.RawKernel`` in the place of one function; it is compiled by CuPy, for one set of defines: its author's."""
+    source, function = place
+    codes = manifest.source(source).parameters[function]
+
+    @functools.cache
+    def make(device: int, defines: manifest.Defines) -> launch.Kernel:
+        with launch.current_device(device):
+            used = Resources(kernel.num_regs, kernel.local_size_bytes, 0, 0, kernel.shared_size_bytes)
+            return launch.Kernel(f"{function} (cupy.RawKernel)", device, kernel, codes, used)
+
+    return {place: make}
+
+
+def of_numba(kernel: Any, place: Place) -> dict[Place, Maker]:
+    """A numba.cuda kernel in the place of one function. Its pointers come as one-dimensional arrays without a known length, bfloat16 as
+    uint16; a null pointer as an array of no elements. BackendError for a function that takes a structure by value."""
+    source, function = place
+    entry = manifest.source(source)
+    codes = entry.parameters[function]
+    if "s" in codes:
+        raise BackendError(expected("override", "function", f"{function}, which takes a structure by value", "one that numba can call"))
+
+    @functools.cache
+    def make(device: int, defines: manifest.Defines) -> _Numba:
+        return _Numba(function, device, kernel, codes, [_typestr(function, name, dict(defines)) for name in entry.pointers[function]])
+
+    return {place: make}
+
+
+def _typestr(function: str, pointed: str, defines: dict[str, str]) -> str:
+    if not pointed:
+        return ""
+    found = _TYPES.get(defines.get(pointed, pointed))
+    if found is None:
+        raise BackendError(expected("override", function, f"a pointer to {pointed}", f"a pointer to one of {', '.join(_TYPES)}"))
+    return found
+
+
+class _Flat:
+    """An address as an array that numba.cuda takes."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, ptr: int, typestr: str) -> None:
+        self.__cuda_array_interface__ = {"shape": (_UNBOUNDED if ptr else 0,), "typestr": typestr, "data": (ptr, False), "version": 2}
+
+
+class _Numba:
+    """A numba.cuda kernel of the parameters ``codes``; ``types``: typestr of what each points to, "" for numbers."""
+
+    __slots__ = ("codes", "device", "kernel", "name", "types")
+
+    def __init__(self, name: str, device: int, kernel: Any, codes: str, types: list[str]) -> None:
+        self.name, self.device, self.kernel, self.codes, self.types = name, device, kernel, codes, types
+
+    def launch(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], args: Sequence[Any], stream: int, shared: int) -> None:
+        """As ``launch.launch``."""
+        grid, block = ((n,) if isinstance(n, int) else n for n in (grid, block))
+        if 0 in grid or 0 in block:
+            return
+        if len(args) != len(self.codes):
+            raise BackendError(expected(f"launch of {self.name}", "args", f"{len(args)} arguments", f"parameters {self.codes!r}"))
+        values = [_Flat(int(v), kind) if kind else float(v) if code == "d" else int(v)
+                  for v, kind, code in zip(args, self.types, self.codes, strict=True)]
+        with launch.current_device(self.device):
+            handle = sys.modules["numba.cuda"].external_stream(stream) if stream else 0
+            self.kernel[grid, block, handle, shared](*values)
+
+
+def on_stream(device_index: int, stream: int) -> AbstractContextManager[Any]:
+    """Context manager: make a device and a raw stream of it CuPy's current ones in this thread."""
+    streams = cupy().cuda
+    return _Both(launch.current_device(device_index), streams.ExternalStream(stream, device_index) if stream else streams.Stream.null)
+
+
+class _Both(AbstractContextManager[None]):
+    def __init__(self, device: launch.current_device, stream: Any) -> None:
+        self.device = device
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.device.__enter__()
+        self.stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.stream.__exit__(*error)
+        self.device.__exit__(*error)
+
+
+class Stopwatch:
+    """Seconds between two moments of a stream, by events of the device (cudaEventElapsedTime; resolution about half a microsecond)."""
+
+    def __init__(self, device_index: int, stream: int) -> None:
+        self.index, self.stream = device_index, stream
+
+    def __enter__(self) -> Stopwatch:
+        calls = launch.runtime()
+        with launch.current_device(self.index):
+            self.start, self.stop = calls.eventCreateWithFlags(0), calls.eventCreateWithFlags(0)
+            calls.eventRecord(self.start, self.stream)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        calls = launch.runtime()
+        with launch.current_device(self.index):
+            calls.eventRecord(self.stop, self.stream)
+            calls.eventSynchronize(self.stop)
+            self.seconds = calls.eventElapsedTime(self.start, self.stop) / 1e3
+            calls.eventDestroy(self.start)
+            calls.eventDestroy(self.stop)

@@ -1,0 +1,100 @@
+"""Finding plugins: packages that announce themselves by an entry point, and modules that a variable names.
+
+A plugin is all or nothing: one that fails to import or to register leaves no trace in the registry, is reported with its traceback, and
+does not keep the others from working.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from fp8kit import settings
+from fp8kit.backends.registry import IN_TREE, LOCK, OpRegistry
+from fp8kit.errors import BackendError, expected
+
+PLUGIN_GROUP = "fp8kit.plugins"
+PLUGIN_MODULES_ENV = "FP8KIT_PLUGIN_MODULES"
+_FUNCTIONS = ("register", "te_fl_register")
+
+log = logging.getLogger("fp8kit")
+
+
+class Discovered(NamedTuple):
+    """A plugin that was found: its ``name``, its ``source`` (the entry point's distribution, or the variable), whether it is registered,
+    how many ``implementations`` it brought, and, where it failed, the traceback."""
+
+    name: str
+    source: str
+    ok: bool
+    implementations: int = 0
+    error: str = ""
+
+
+def discover_plugin(registry: OpRegistry) -> tuple[Discovered, ...]:
+    """Register every plugin that is installed (entry points of the group ``fp8kit.plugins``) or named by FP8KIT_PLUGIN_MODULES.
+
+    A plugin is a module with ``register(registry)`` (or ``te_fl_register``), or that function itself. Raises nothing: what fails is logged
+    and told in the answer.
+    """
+    found: list[Discovered] = []
+    done: set[Any] = set()
+    for name, source, load in (*_from_entry_points(), *_from_variable()):
+        with LOCK:
+            before, version = registry.snapshot(), registry.version
+            try:
+                function = _function(name, load())
+                if function in done:  # named twice
+                    found.append(Discovered(name, source, True))
+                    continue
+                function(registry)
+                done.add(function)
+                _want_own_names(name, registry, {impl for impls in before.impls_by_op.values() for impl in impls})
+            except (Exception, SystemExit) as error:
+                if registry.version != version:
+                    registry.restore(before)
+                found.append(Discovered(name, source, False, 0, traceback.format_exc()))
+                log.error("plugin %s (%s) failed and is left out: %s: %s; `fp8kit plugins list` shows where", name, source,
+                          type(error).__name__, error)  # fmt: skip
+            else:
+                count = _count(registry) - sum(map(len, before.impls_by_op.values()))
+                found.append(Discovered(name, source, True, count))
+                log.info("plugin %s (%s): %d implementations", name, source, count)
+    return tuple(found)
+
+
+def _count(registry: OpRegistry) -> int:
+    return sum(map(len, registry.snapshot().impls_by_op.values()))
+
+
+def _want_own_names(name: str, registry: OpRegistry, before: set[Any]) -> None:
+    for impls in registry.snapshot().impls_by_op.values():
+        for impl in impls:
+            if impl not in before and impl.engine in IN_TREE:
+                wanted = f"another engine than fp8kit's own {', '.join(IN_TREE)}"
+                raise BackendError(expected("plugin", name, f"impl_id {impl.impl_id!r}", wanted))
+
+
+def _from_entry_points() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    for point in sorted(importlib.metadata.entry_points(group=PLUGIN_GROUP), key=lambda p: (p.name, p.value)):
+        source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else f"entry point {point.value}"
+        yield point.name, source, point.load
+
+
+def _from_variable() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    for module in settings.plugin_modules():
+        yield module, PLUGIN_MODULES_ENV, lambda module=module: importlib.import_module(module)  # type: ignore[misc]
+
+
+def _function(name: str, found: Any) -> Callable[[OpRegistry], Any]:
+    for attribute in _FUNCTIONS:
+        function = getattr(found, attribute, None)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    raise BackendError(expected("plugin", name, repr(found), f"a module with {' or '.join(_FUNCTIONS)}(registry), or such a function"))

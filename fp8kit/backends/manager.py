@@ -1,0 +1,335 @@
+"""From a kernel, a device and a policy to the implementation that runs: the candidates in order, and what each call goes through.
+
+Every choice is made once per device and policy and kept until the registry changes, so that a call costs one look-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from fp8kit import arrays, settings
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import discovery
+from fp8kit.backends import policy as policies
+from fp8kit.backends.discovery import Discovered
+from fp8kit.backends.policy import SelectionPolicy
+from fp8kit.backends.protocol import KERNELS, signature
+from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, CannotTake, OpImpl, OpRegistry
+from fp8kit.errors import BackendError, expected
+
+log = logging.getLogger("fp8kit")
+
+Arch = Callable[[], int | None]
+Refusals = list[tuple[OpImpl, str]]
+_TABLE_LIMIT = 256
+_SAID: set[tuple[str, ...]] = set()
+_SAID_LIMIT = 4096
+OVERRIDDEN = "fk.override is in force"
+
+
+def say_once(level: int, text: str, *parts: object) -> None:
+    """Log a message the first time that it comes with these parts."""
+    key = (text, *map(str, parts))
+    if key not in _SAID:
+        if len(_SAID) >= _SAID_LIMIT:
+            _SAID.clear()
+        _SAID.add(key)
+        log.log(level, text, *parts)
+
+
+class OpManager:
+    """A registry and the choices made from it. ``registry``: None is a new one, filled at the first question.
+
+    ``device`` of the methods: a Device or its name; None is the CPU, and in ``call`` the device of the first array.
+    """
+
+    def __init__(self, registry: OpRegistry | None = None) -> None:
+        self.registry = OpRegistry() if registry is None else registry
+        self.table: dict[tuple[Device, int], Any] = {}  # (device, identity of the policy) -> kernels
+        self.registry.on_change(self._forget)
+        self._loaded: set[str] = set()
+        self._discovered: tuple[Discovered, ...] | None = None
+
+    # --- what there is ---------------------------------------------------------------------------------------------------
+
+    def ensure_initialized(self, kind: str | None = None) -> None:
+        """Register the plugins and fp8kit's own engines for a device kind (None: all), once. A forked child has what its parent had."""
+        wanted = [name for name, served in IN_TREE.items() if kind in (None, served)]
+        if self._discovered is not None and self._loaded.issuperset(wanted):
+            return
+        with LOCK:
+            for name in wanted:
+                if name not in self._loaded:
+                    before = self.registry.snapshot()
+                    try:
+                        importlib.import_module(f"fp8kit.backends.{name}").register(self.registry)
+                    except BaseException:
+                        self.registry.restore(before)
+                        raise
+                    self._loaded.add(name)
+            self.discovered()
+
+    def discovered(self) -> tuple[Discovered, ...]:
+        """The plugins that were found, and what became of them. Looks for them at the first call."""
+        with LOCK:
+            if self._discovered is None:
+                settings.set_log_level()
+                self._discovered = ()  # a plugin may compute while it registers
+                self._discovered = discovery.discover_plugin(self.registry)
+            return self._discovered
+
+    def _forget(self) -> None:
+        for found in self.table.values():
+            found.policy.chosen.clear()
+        self.table.clear()
+
+    def reset(self) -> None:
+        """Forget everything: implementations, plugins, choices. The next question starts anew."""
+        with LOCK:
+            self.registry.clear()
+            self._loaded.clear()
+            self._discovered = None
+
+    # --- who may ---------------------------------------------------------------------------------------------------------
+
+    def candidates(self, op_name: str, device: Device, policy: SelectionPolicy | None = None) -> tuple[list[OpImpl], Refusals]:
+        """Implementations of a kernel for a device, in the order to try them, and those left out with the reason.
+
+        Of a workspace function: those whose sizes count, of which the largest is taken. BackendError for an unknown kernel, and where the
+        device has no driver.
+        """
+        return self.ranked(op_name, device, policy, lambda: _arch(device))
+
+    def ranked(self, op_name: str, device: Device, policy: SelectionPolicy | None, arch: Arch) -> tuple[list[OpImpl], Refusals]:
+        """``candidates`` for a device whose compute capability times ten ``arch()`` says, None where that does not matter."""
+        if op_name not in KERNELS:
+            raise BackendError(expected("candidates", "op_name", repr(op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
+        policy = policies.get_policy() if policy is None else policy
+        self.ensure_initialized(device.kind)
+        if op_name in SERVES:
+            return self._companions(op_name, device, policy, arch)
+        first, refused = self._overriding(op_name, device, policy, arch)
+        if first:
+            return first, refused + [(impl, _misplaced(impl, device) or OVERRIDDEN) for impl in self.registry.get_implementations(op_name)]
+        order, others = self._regular(op_name, device, policy, arch)
+        return order, refused + others
+
+    def _overriding(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
+        chosen: list[OpImpl] = []
+        refused: Refusals = []
+        for impl in [impl for name, impl in reversed(policy.overrides) if name == op_name]:
+            why = "a later fk.override is in force" if chosen else _unfit(impl, device, arch)
+            if why is None:
+                chosen.append(impl)
+            else:
+                refused.append((impl, why))
+        return chosen, refused
+
+    def _regular(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
+        """The candidates without overrides."""
+        elsewhere = self._elsewhere(device, policy)
+        usable: list[OpImpl] = []
+        refused: Refusals = []
+        for impl in self.registry.get_implementations(op_name):
+            why = elsewhere or policy.refuses(impl) or _unfit(impl, device, arch)
+            if why is None:
+                usable.append(impl)
+            else:
+                refused.append((impl, why))
+        order = policy.order(op_name, usable)
+        return order, refused + [(impl, "not named by per_op") for impl in usable if impl not in order]
+
+    def _elsewhere(self, device: Device, policy: SelectionPolicy) -> str | None:
+        """Why nothing may run on the device: the engine in force is a plugin's that does not serve it."""
+        if policy.backend is None or policy.backend in IN_TREE:
+            return None
+        served = self.registry.engines().get(policy.backend, frozenset())
+        if device.kind in served:
+            return None
+        serves = ", ".join(sorted(served)) or "nothing: no implementation has that engine"
+        return f"use_backend({policy.backend!r}) is in force, which serves {serves}"
+
+    def _companions(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
+        """A workspace function goes with its kernels: of each implementation that a call may reach, its own engine's counts. An override
+        may hand its call on to what it took the place of, so that counts as well."""
+        reached: dict[str, None] = {}
+        for kernel in SERVES[op_name]:
+            for impl in self._overriding(kernel, device, policy, arch)[0]:
+                reached[impl.engine] = None
+            order, _ = self._regular(kernel, device, policy, arch)
+            for impl in order[:1] if policy.strict else order:
+                reached[impl.engine] = None
+        usable, refused = self._overriding(op_name, device, policy, arch)
+        own = {impl.engine: impl for impl in self.registry.get_implementations(op_name) if device.kind in impl.devices}
+        usable += [own[engine] for engine in reached if engine in own]
+        why = f"its engine takes none of {', '.join(SERVES[op_name])} here"
+        return usable, refused + [(impl, why) for impl in self.registry.get_implementations(op_name) if impl not in usable]
+
+    # --- who does --------------------------------------------------------------------------------------------------------
+
+    def kernels(self, device: Device) -> Any:
+        """Every kernel of the contract as attributes (``fp8kit.backends.protocol.Kernels``), chosen for ``device`` by the policy in force.
+
+        Raises BackendError that names the kernel and each implementation's reason when none may be used.
+        """
+        return self.choose(device, policies.get_policy())
+
+    def choose(self, device: Device, policy: SelectionPolicy) -> Any:
+        """``kernels`` for a policy that is or was in force; made once."""
+        found = self.table.get((device, id(policy)))
+        if found is not None:
+            return found
+        self.ensure_initialized(device.kind)
+        arch = functools.cache(lambda: _arch(device))
+        with LOCK:
+            if len(self.table) >= _TABLE_LIMIT:
+                self._forget()
+            # the policy is kept with what was chosen by it: its identity stays its own as long as the key lives
+            found = SimpleNamespace(policy=policy, **{name: self._function(name, device, policy, arch) for name in KERNELS})
+            self.table[device, id(policy)] = found
+            return found
+
+    def _function(self, name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> Callable[..., Any]:
+        usable, refused = self.ranked(name, device, policy, arch)
+        if name in SERVES:
+            return _largest(name, usable)
+        if not usable:
+            reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
+            raise BackendError(expected(name, "array", f"device {device}", f"a device that an allowed engine serves ({reasons})"))
+        for impl, why in refused:
+            if impl.engine not in IN_TREE and why.startswith(_UNFIT):
+                say_once(logging.WARNING, "%s: %s is left out on %s: %s", name, impl.impl_id, device, why)
+        log.debug("%s on %s: %s", name, device, ", ".join(impl.impl_id for impl in usable))
+        functions = [checked(impl) for impl in usable]
+        return functions[0] if policy.strict or len(functions) == 1 else chain(usable, functions)
+
+    # --- by operation ----------------------------------------------------------------------------------------------------
+
+    def resolve(self, op_name: str, device: Device | str | None = None) -> Callable[..., Any]:
+        """The function that a call of the kernel goes to. BackendError as ``kernels``."""
+        where = arrays.CPU if device is None else arrays.device(device)
+        if op_name not in KERNELS:
+            raise BackendError(expected("resolve", "op_name", repr(op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
+        return getattr(self.kernels(where), op_name)  # type: ignore[no-any-return]
+
+    def resolve_candidates(self, op_name: str, device: Device | str | None = None) -> list[OpImpl]:
+        """The implementations in the order to try them. BackendError where there is none."""
+        where = arrays.CPU if device is None else arrays.device(device)
+        usable, refused = self.candidates(op_name, where)
+        if not usable and op_name not in SERVES:
+            reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
+            raise BackendError(expected(op_name, "device", where, f"a device that an allowed engine serves ({reasons})"))
+        return usable
+
+    def call(self, op_name: str, *args: Any, **named: Any) -> Any:
+        """Call the kernel on the device of its first array, with the contract's arguments."""
+        device = next((view.device for view in _views((*args, *named.values()))), arrays.CPU)
+        return self.resolve(op_name, device)(*args, **named)
+
+    def get_selected_impl_id(self, op_name: str, device: Device | str | None = None) -> str:
+        """Id of the implementation that is asked first. BackendError where there is none."""
+        usable = self.resolve_candidates(op_name, device)
+        return usable[0].impl_id if usable else ""
+
+
+def _views(values: Iterable[Any]) -> Iterable[ArrayView]:
+    for value in values:
+        if isinstance(value, ArrayView):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _views(value)
+
+
+_UNFIT = "needs compute capability", "not available"
+
+
+def _unfit(impl: OpImpl, device: Device, arch: Arch) -> str | None:
+    """Why an implementation cannot run on a device, or None."""
+    misplaced = _misplaced(impl, device)
+    if misplaced is not None:
+        return misplaced
+    have = None if impl.min_arch is None else arch()
+    if impl.min_arch is not None and have is not None and have < impl.min_arch:
+        return f"{_UNFIT[0]} {impl.min_arch / 10}, {device} has {have / 10}"
+    if not impl.is_available():
+        return f"{_UNFIT[1]}: its _is_available() says so"
+    return None
+
+
+def _misplaced(impl: OpImpl, device: Device) -> str | None:
+    return None if device.kind in impl.devices else f"runs on {', '.join(sorted(impl.devices))}, not on {device.kind}"
+
+
+def _arch(device: Device) -> int | None:
+    """Compute capability times ten, None for devices that have none. BackendError where there is no such device."""
+    provider = arrays.provider(device)
+    ask = getattr(provider, "arch", None)
+    if ask is None:
+        return None
+    if device.index >= provider.count():
+        usable = f"{provider.count()} {device.kind} devices are"
+        raise BackendError(f"device: {device} is not usable, {usable}; `fp8kit info` lists what is missing")
+    return int(ask(device))
+
+
+def _largest(name: str, impls: list[OpImpl]) -> Callable[..., int]:
+    """A workspace that is enough for every one of them; no bytes where no implementation measures one."""
+    functions = [impl.fn for impl in impls]
+    if len(functions) == 1:
+        return functions[0]
+
+    def largest(*args: Any, **named: Any) -> int:
+        return max((int(function(*args, **named)) for function in functions), default=0)
+
+    largest.__name__ = largest.__qualname__ = name
+    return largest
+
+
+@functools.cache
+def _first_array(op_name: str) -> tuple[int, str] | None:
+    """Place and name of a kernel's first parameter that is an array, or a sequence of arrays."""
+    parameters = signature(op_name).parameters.values()
+    return next(((i, p.name) for i, p in enumerate(parameters) if "ArrayView" in str(p.annotation)), None)
+
+
+def checked(impl: OpImpl) -> Callable[..., Any]:
+    """The implementation, behind a look at the first array's dtype where it does not take all."""
+    names, place = impl.supported_dtypes, _first_array(impl.op_name)
+    if names is None or place is None:
+        return impl.fn
+    function, (at, name) = impl.fn, place
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        first = args[at] if len(args) > at else named.get(name)
+        if isinstance(first, list | tuple):
+            first = first[0] if first else None
+        if first is not None and first.dtype.name not in names:
+            raise CannotTake(f"dtype {first.dtype.name} of {name} is not among {', '.join(sorted(names))}")
+        return function(*args, **named)
+
+    return call
+
+
+def chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[..., Any]:
+    """Try the next implementation when, and only when, one says that it cannot take the call. Each switch is logged once."""
+    steps = [(impls[i], impls[i + 1], functions[i]) for i in range(len(impls) - 1)]
+    last = functions[-1]
+
+    @functools.wraps(functions[0])
+    def call(*args: Any, **named: Any) -> Any:
+        for impl, after, function in steps:
+            try:
+                return function(*args, **named)
+            except CannotTake as reason:
+                text = "%s: %s cannot take the call (%s); %s is asked"
+                say_once(logging.WARNING, text, impl.op_name, impl.impl_id, reason, after.impl_id)
+        return last(*args, **named)
+
+    return call
+

@@ -1,0 +1,181 @@
+"""The layer's twelve FP8 products: fp8kit's call beside every algorithm that cuBLASLt's heuristic proposes, timed in turn.
+
+An algorithm that is the fastest alone and cool need not be it within a step: the turns keep the chip under load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8kit import arrays, codec, formats
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.bench import random
+from fp8kit.bench.report import Row, Setting, reason
+from fp8kit.bench.sizes import Layer
+from fp8kit.bench.timing import Step, clock_for, interleaved, medians
+from fp8kit.formats import E4M3, E5M2, Format
+from fp8kit.testing import relative_error
+
+CORNER = 64  # rows and columns of the result that are compared with float64
+# bfloat16's rounding of the result, and the tensor cores' 14-bit sums where they are fast; see docs/numerics.md
+BOUND = 2.0**-7
+OURS, BEST = "fp8kit FP8", "cuBLASLt, best algorithm"
+_SPREAD = {"E4M3": 64.0, "E5M2": 8192.0}  # of the codes: normal values use the format's upper binades and never its limit
+
+
+@dataclass(frozen=True)
+class Product:
+    """out (m, n) = a (m, k) b (n, k)^T in FP8. ``fast``: the accumulation that delayed scaling takes there."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    a: Format
+    fast: bool
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.m * self.n * self.k
+
+
+def products(layer: Layer) -> list[Product]:
+    """Forward, gradient of the input and gradient of the weight of the layer's four products, in a step's order."""
+    t, h, f = layer.tokens, layer.hidden, layer.ffn
+    shapes = {"qkv": (3 * h, h), "proj": (h, h), "fc1": (f, h), "fc2": (h, f)}
+    found = [Product(f"{name} forward", t, out, into, E4M3, True) for name, (out, into) in shapes.items()]
+    for name, (out, into) in reversed(shapes.items()):
+        found += [Product(f"{name} dgrad", t, into, out, E5M2, False), Product(f"{name} wgrad", out, into, t, E5M2, False)]
+    return found
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A product's arrays on a device: ``codes`` of a and b, their scale_inv ``inverse`` (both 2**-6 or what brings them to 1), ``out``."""
+
+    product: Product
+    codes: tuple[ArrayView, ArrayView]
+    inverse: tuple[ArrayView, ArrayView]
+    out: ArrayView
+    workspace: ArrayView
+
+    def exact(self) -> np.ndarray[Any, Any]:
+        """The corner of the result in float64."""
+        parts = []
+        for view, scale, fmt in zip(self.codes, self.inverse, (self.product.a, E4M3), strict=True):
+            rows = view.slice(0, 0, min(CORNER, view.shape[0])).numpy()
+            parts.append(codec.decode(rows, fmt).astype(np.float64) * float(scale.numpy()[0]))
+        result: np.ndarray[Any, Any] = parts[0] @ parts[1].T
+        return result
+
+    def error(self) -> float:
+        """Relative error of the corner of ``out``; NaN where it was not written, anywhere."""
+        got = self.out.numpy().astype(np.float32, copy=False)
+        return relative_error(got[:CORNER, :CORNER], self.exact()) if np.isfinite(got).all() else float("nan")
+
+    def poison(self) -> None:
+        """Spoil ``out``."""
+        arrays.copy(self.out, random.poisoned(self.out.shape, self.out.dtype, self.out.device))
+
+
+def operands(product: Product, device: Device, kernels: Any) -> Operands:
+    """Random codes on ``device`` and a poisoned output."""
+    shapes = (((product.m, product.k), product.a), ((product.n, product.k), E4M3))
+    codes, inverse = [], []
+    for seed, (shape, fmt) in enumerate(shapes):
+        dtype = formats.dtype_of_format(fmt)
+        assert dtype is not None
+        codes.append(arrays.to(arrays.as_view(random.codes(shape, seed + 5, dtype, _SPREAD[fmt.name])), device))
+        inverse.append(arrays.to(arrays.as_view(np.array([1 / _SPREAD[fmt.name]], np.float32)), device))
+    out = random.poisoned((product.m, product.n), formats.bfloat16, device)
+    space = arrays.empty((max(kernels.fp8_gemm_workspace(product.m, product.n), 1),), formats.uint8, device)
+    return Operands(product, (codes[0], codes[1]), (inverse[0], inverse[1]), out, space)
+
+
+def ours(given: Operands, kernels: Any) -> Step:
+    """The contract's product."""
+    p, (a, b), (a_inv, b_inv) = given.product, given.codes, given.inverse
+    stream = arrays.current_stream(given.out.device)
+    return lambda: kernels.fp8_gemm(a, b, given.out, p.a, E4M3, a_inv, b_inv, None, False, p.fast, given.workspace, stream)
+
+
+def algorithms(given: Operands, fast: bool | None = None) -> list[Step]:
+    """A call for each algorithm of cuBLASLt's heuristic, the first one first. A CUDA device only."""
+    from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan
+
+    p, device = given.product, given.out.device
+    a_type, b_type = formats.dtype_of_format(p.a), formats.dtype_of_format(E4M3)
+    assert a_type is not None and b_type is not None
+    key = MatmulKey(p.m, p.n, p.k, "nt", a_type, b_type, formats.bfloat16, p.k, p.k, p.n, scaling=("tensor", "tensor"),
+                    fast_accumulate=p.fast if fast is None else fast)
+    stream = arrays.current_stream(device)
+
+    def call(index: int) -> Step:
+        plan = Plan(key, device.index)  # one each: a plan runs one algorithm at a time
+        plan.choose(index)
+        (a, b), (a_inv, b_inv) = given.codes, given.inverse
+        return lambda: plan.run(a.ptr, b.ptr, given.out.ptr, a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, WORKSPACE, stream)
+
+    return [call(index) for index in range(Plan(key, device.index).algorithms)]
+
+
+Peers = Callable[[Operands], Mapping[str, Callable[[], tuple[Step, Callable[[], float]]]]]
+
+
+def nobody(given: Operands) -> Mapping[str, Callable[[], tuple[Step, Callable[[], float]]]]:
+    """No peers: the native bench."""
+    return {}
+
+
+def measure(product: Product, setting: Setting, peers: Peers = nobody, kernels: Any | None = None) -> list[Row]:
+    """fp8kit's call, the best algorithm (on a GPU) and the ``peers``: name -> a function that makes a step and what tells its error."""
+    device = setting.device
+    kernels = dispatch.kernels(device) if kernels is None else kernels
+    workload = f"{product.name}, {product.m} x {product.n} x {product.k}, {product.a.name} x E4M3"
+    given = operands(product, device, kernels)
+    made = {OURS: lambda: (ours(given, kernels), given.error), **peers(given)}
+    rows: dict[str, Row] = {}
+    steps: dict[str, Step] = {}
+    for name, make in made.items():
+        row: Row = {"workload": workload, "case": name, "status": "ok", "product": product.name}
+        rows[name] = row
+        try:
+            given.poison()
+            step, error = make()
+            step()
+            row["error"] = error()
+        except Exception as failed:  # what one library cannot do here must not cost the other figures; it is reported
+            row["status"] = reason(failed)
+            continue
+        if not row["error"] < BOUND:
+            row["status"] = f"WRONG: error {row['error']:.5f}, bound {BOUND:.5f}"
+        steps[name] = step
+    proposed = algorithms(given) if device.kind == "cuda" else []
+    steps |= {f"algorithm {i}": step for i, step in enumerate(proposed)}
+    times = medians(interleaved(steps, clock_for(device), max(2, setting.rounds // 2), setting.calls, setting.warmups))
+    for name, row in rows.items():
+        if name in times:
+            row |= {"gpu_ms": times[name] * 1e3, "tflops": product.flops / times[name] * 1e-12}
+    if proposed:
+        found = [times[f"algorithm {i}"] for i in range(len(proposed))]
+        best = min(range(len(found)), key=found.__getitem__)
+        rows[BEST] = {"workload": workload, "case": BEST, "status": "ok", "product": product.name, "algorithm": best,
+                      "gpu_ms": found[best] * 1e3, "tflops": product.flops / found[best] * 1e-12}  # fmt: skip
+        for row in rows.values():
+            if "gpu_ms" in row:
+                row["of_best"] = found[best] / row["gpu_ms"] * 1e3
+    return list(rows.values())
+
+
+def gemm_part(setting: Setting, peers: Peers = nobody) -> list[Row]:
+    """The twelve products of the largest layer."""
+    rows: list[Row] = []
+    for product in products(setting.sizes.large):
+        rows += measure(product, setting, peers)
+    return rows

@@ -1,0 +1,78 @@
+"""The pictures: a roofline of kernels and products, and where FP8 begins to pay. Drawn by matplotlib without a display."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from fp8kit.bench.breakeven import curve
+from fp8kit.bench.gemms import BEST, OURS
+from fp8kit.bench.report import Report, Row
+from fp8kit.models.plots import figure
+
+# case's beginning -> colour, marker
+_COLOURS = ("#3b6ea8", "#d1662c", "#3c8d5a", "#8a5fa8", "#a8873b", "#555555")
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib is missing."""
+    made = []
+    if any("gpu_ms" in row for part in ("kernels", "gemm") for row in report.rows(part)):
+        made.append(folder / "roofline.png")
+        roofline(made[-1], report)
+    if any("ratio" in row for row in report.rows("breakeven")):
+        made.append(folder / "breakeven.png")
+        breakeven(made[-1], report.rows("breakeven"))
+    return made
+
+
+def roofline(path: Path, report: Report) -> None:
+    """Left: bytes a second of each memory-bound kernel, and of a copy of the same bytes. Right: each product's rate, and the best one's."""
+    picture = figure(figsize=(13, 6))
+    bandwidth, rate = picture.subplots(1, 2)
+    kernels = [row for row in report.rows("kernels") if "tbps" in row]
+    _bars(bandwidth, [row["case"] for row in kernels], [row["tbps"] for row in kernels], [row["ceiling_tbps"] for row in kernels],
+          "10$^{12}$ bytes/s, read and written", "memory-bound kernels and a copy of the same bytes")  # fmt: skip
+    gemms = [row for row in report.rows("gemm") if row["case"] == OURS and "tflops" in row]
+    best = {row["product"]: row["tflops"] for row in report.rows("gemm") if row["case"] == BEST}
+    _bars(rate, [row["product"] for row in gemms], [row["tflops"] for row in gemms], [best.get(row["product"], math.nan) for row in gemms],
+          "TFLOP/s", "FP8 products and cuBLASLt's best algorithm")  # fmt: skip
+    picture.suptitle(f"Achieved and ceiling, {report.about.get('machine', '')}")
+    picture.savefig(path, dpi=130)
+
+
+def _bars(axes: Any, names: list[str], got: list[float], ceiling: list[float], unit: str, title: str) -> None:
+    places = range(len(names))
+    axes.barh(places, got, color=_COLOURS[0], label="achieved")
+    axes.plot(ceiling, places, linestyle="", marker="|", markersize=12, markeredgewidth=2, color=_COLOURS[1], label="ceiling")
+    axes.set_yticks(places, names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel=unit, title=title)
+    axes.grid(axis="x", alpha=0.25)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right", bbox_to_anchor=(1.0, -0.06))
+
+
+def pays(rows: list[Row], case: str) -> str:
+    """From how many tokens on a case's FP8 is faster, hidden size by hidden size, in words."""
+    return ", ".join(f"{tokens} at {hidden}" for hidden, tokens in curve(rows, case).items() if tokens) or "nowhere"
+
+
+def breakeven(path: Path, rows: list[Row]) -> None:
+    """A curve a hidden size: the ratio of FP8's time to plain bfloat16's over the tokens; a panel a contender. Below 1 FP8 pays."""
+    cases = [case for case in dict.fromkeys(row["case"] for row in rows) if "FP8" in case]
+    hidden = list(dict.fromkeys(row["hidden"] for row in rows))
+    picture = figure(figsize=(4.2 * max(1, len(cases)), 4.5))
+    panels = picture.subplots(1, max(1, len(cases)), sharey=True, squeeze=False)[0]
+    for axes, case in zip(panels, cases, strict=False):
+        for size, colour in zip(hidden, _COLOURS, strict=False):
+            cells = sorted((r["tokens"], r["ratio"]) for r in rows if r["case"] == case and r["hidden"] == size and "ratio" in r)
+            if cells:
+                axes.plot(*zip(*cells, strict=True), marker="o", markersize=3, color=colour, label=f"hidden {size}")
+        axes.axhline(1.0, color="0.3", linestyle=":")
+        axes.set(xscale="log", yscale="log", xlabel="tokens")
+        axes.set_title(f"{case}\npays from: {pays(rows, case)}", fontsize=8)
+        axes.grid(alpha=0.25, which="both")
+    panels[0].set_ylabel("time / plain bfloat16")
+    panels[0].legend(frameon=False, fontsize=8)
+    picture.savefig(path, dpi=130)

@@ -1,0 +1,72 @@
+"""Random data for timing, never zeros: power, and so a GPU's speed, depends on the bits.
+
+Large arrays repeat a drawn pool. Its length is prime, so no two rows of a matrix are alike, and drawing costs little beside the timing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from fp8kit import arrays, formats
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.formats import DType
+
+HostArray = np.ndarray[Any, Any]
+_POOL = 1048573  # the largest prime below 2**20
+_SPREAD = 64.0  # of E4M3 codes of normal values: 6 sigma is 384 of 448
+
+
+@functools.lru_cache(maxsize=16)
+def _pool(seed: int) -> HostArray:
+    return np.random.Generator(np.random.Philox(seed)).standard_normal(_POOL, np.float32)
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: Any = np.float32, spread: float = 1.0, mean: float = 0.0) -> HostArray:
+    """Normal values of that spread and mean, rounded to ``dtype``."""
+    pool = _pool(seed)
+    if (spread, mean) != (1.0, 0.0):
+        pool = pool * np.float32(spread) + np.float32(mean)
+    return np.resize(pool.astype(dtype, copy=False), shape)
+
+
+def codes(shape: tuple[int, ...], seed: int, dtype: DType = formats.float8_e4m3fn, spread: float = _SPREAD) -> HostArray:
+    """uint8: FP8 codes of normal values."""
+    return np.resize((_pool(seed) * np.float32(spread)).astype(dtype.numpy).view(np.uint8), shape)
+
+
+def codes_on(shape: tuple[int, ...], device: Device, seed: int) -> ArrayView:
+    """``codes`` on a device."""
+    return arrays.to(arrays.as_view(codes(shape, seed)), device)
+
+
+def values(kind: str, shape: tuple[int, ...], dtype: DType, seed: int) -> HostArray:
+    """An input drawn as a row of ``kernels``' table says."""
+    if kind == "codes":
+        return codes(shape, seed)
+    if kind == "rng":
+        return np.array([1234, 5], dtype.numpy)
+    if kind == "ids":
+        return (_pool(seed).view(np.uint32)[: math.prod(shape)] % 64).astype(dtype.numpy).reshape(shape)
+    if kind == "scale":
+        return np.full(shape, 8.0, dtype.numpy)
+    spread, mean = {"normal": (1.0, 0.0), "small": (0.1, 0.0), "near one": (0.05, 1.0)}[kind]
+    return normal(shape, seed, dtype.numpy, spread, mean)
+
+
+def poisoned(shape: tuple[int, ...], dtype: DType, device: Device) -> ArrayView:
+    """An output to be written: every byte 0xFF, NaN in every float type, so that what is left out shows."""
+    host = np.full(math.prod(shape) * dtype.itemsize, 0xFF, np.uint8)
+    return arrays.to(arrays.as_view(host.view(dtype.numpy).reshape(shape)), device)
+
+
+def poison_free(device: Device, shape: tuple[int, ...], dtype: DType, count: int = 4) -> None:
+    """Fill memory that the allocator is about to hand out again for arrays of this shape: a result that nobody wrote is then NaN, not the
+    right one of an earlier call."""
+    taken = [arrays.empty(shape, dtype, device) for _ in range(count)]
+    source = poisoned(shape, dtype, device)
+    for view in taken:
+        arrays.copy(view, source)

@@ -1,0 +1,314 @@
+"""``fp8kit kernels``: raw kernels listed, shown, compiled, checked, timed, compared with another version, watched while one is edited."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from fp8kit import arrays
+from fp8kit.arrays import CPU, Device
+from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.lab import checks, sources, timing
+from fp8kit.lab.overrides import override
+from fp8kit.lab.sources import Found, Part
+from fp8kit.raw_kernels import manifest
+
+WRONG = 1  # exit status: a kernel is wrong, or does not compile
+UNCHECKED = 3  # exit status: what serves the CPU is right, the CUDA kernel that was asked about could not be run
+POLL = 0.25  # seconds between two looks at a watched file
+_NO_GPU = "the CUDA kernel itself was not run: it needs a GPU"
+
+
+def add(commands: Any) -> None:
+    """Add the command to ``commands``, argparse's subparsers of ``fp8kit``."""
+    what = "list, show, compile, check, time, compare and watch the raw CUDA kernels"
+    parser = commands.add_parser("kernels", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    name = "an operation, a raw kernel, a source, or a .cu file of your own that stands for one"
+
+    def action(word: str, about: str, run: Callable[[argparse.Namespace], int], *names: str, arch: bool = False) -> argparse.ArgumentParser:
+        found: argparse.ArgumentParser = actions.add_parser(word, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        for each in names:
+            found.add_argument(each, metavar=each.upper(), help=name)
+        if arch:
+            found.add_argument("--arch", metavar="ARCH", help=f"what to compile for (the GPU here, else {sources.DEFAULT_ARCH})")
+        found.set_defaults(run=run)
+        return found
+
+    action("list", "every raw kernel: operations, variants, registers, shared memory, spills", _list, arch=True)
+    show = action("show", "a source, or its PTX or machine code", _show, "name", arch=True)
+    kinds = show.add_mutually_exclusive_group()
+    kinds.add_argument("--ptx", action="store_true", help="the PTX that NVRTC makes of it")
+    kinds.add_argument("--sass", action="store_true", help="machine code (needs nvdisasm or cuobjdump)")
+    show.add_argument("--variant", default="", metavar="KEY=VALUE,...", help="defines to compile with (bfloat16, E4M3)")
+    action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
+    check = action("check", f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}", _check, "name")
+    check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
+    bench = action("bench", "time, and the share of the speed of a copy of the same bytes", _bench, "name")
+    for each in (check, bench):
+        each.add_argument("--device", metavar="NAME", help="cpu or cuda:N (cuda where usable, else cpu)")
+    bench.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the arrays")
+    bench.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="of the arrays (%(default)s)")
+    action("diff", "two versions side by side: source, resources, and on a GPU time and errors", _diff, "a", "b", arch=True)
+    watch = action("watch", "compile a file at every change; on a GPU also check and time it", _watch, "file", arch=True)
+    watch.add_argument("--rounds", type=int, metavar="N", help="stop after N versions (Ctrl-C)")
+
+
+def _arch(options: argparse.Namespace) -> str:
+    if options.arch is not None:
+        return str(options.arch)
+    if not arrays.available("cuda"):
+        return sources.DEFAULT_ARCH
+    from fp8kit.backends.cuda import compile as compiler
+    from fp8kit.backends.cuda import launch
+
+    return compiler.arch_of(launch.capability(0))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Aligned columns; the last one is not filled up."""
+    lines = [tuple(head), *(tuple(str(cell) for cell in row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+# --- list, show, compile --------------------------------------------------------------------------------------------------------
+
+
+def _list(options: argparse.Namespace) -> int:
+    """Resources are those of one variant of each source: all of them are what ``compile`` shows."""
+    from fp8kit.backends.cuda import compile as compiler
+
+    arch, rows = _arch(options), []
+    try:
+        compiler.nvrtc_version()
+        can = True
+    except BackendError as error:
+        print(f"fp8kit kernels: no resources: {error}", file=sys.stderr)
+        can = False
+    for entry in manifest.sources():
+        part = Part(entry, entry, entry.functions)
+        shown = part.variant()
+        used = part.compiled(shown, arch).resources if can else {}
+        for function in entry.functions:
+            cells = _resources(used.get(function))
+            rows.append((f"{entry.name}:{function}", " ".join(sources.users(entry.name, function)), _axes(entry),
+                         sources.said(shown), *cells))
+    _table(("kernel", "operations", "variants", f"shown for {arch}", "registers", "shared", "spills"), rows)
+    return 0
+
+
+def _axes(entry: manifest.Source) -> str:
+    """The variants as one writes them in a source's head; for a union of products, all values of each key."""
+    axes: dict[str, dict[str, None]] = {}
+    for variant in entry.variants:
+        for key, value in variant:
+            axes.setdefault(key, {})[value] = None
+    return "; ".join(f"{key}={','.join(values)}" for key, values in axes.items()) or "-"
+
+
+def _resources(used: Any) -> tuple[str, str, str]:
+    if used is None:
+        return "", "", ""
+    return str(used.registers), str(used.shared), str(used.spill_stores + used.spill_loads + used.stack)
+
+
+def _show(options: argparse.Namespace) -> int:
+    found = sources.find(options.name)
+    for part in found.parts:
+        if not (options.ptx or options.sass):
+            print(f"// {part.entry.name}: {', '.join(part.functions)}; for {', '.join(found.operations)}")
+            print(part.text.rstrip())
+            continue
+        defines, arch = part.variant(options.variant), _arch(options)
+        print(f"// {part.entry.name}, {sources.said(defines)}, {arch}")
+        if options.ptx:
+            from fp8kit.backends.cuda import compile as compiler
+
+            print(compiler.compile_ptx(part.entry.name, defines, arch, part.unit).rstrip())
+        else:
+            print(sources.sass(part.compiled(defines, arch).path).rstrip())
+    return 0
+
+
+def _compile(options: argparse.Namespace) -> int:
+    found, arch = sources.find(options.name), _arch(options)
+    _print_resources(found, arch)
+    return 0
+
+
+def _print_resources(found: Found, arch: str) -> None:
+    rows = []
+    for part in found.parts:
+        for defines in part.entry.variants:
+            kernel = part.compiled(defines, arch)
+            rows += [(f"{part.entry.name}:{function}", sources.said(defines), *_resources(kernel.resources[function]))
+                     for function in part.functions]
+            for line in kernel.log.splitlines():
+                if "warning" in line.lower():
+                    print(line, file=sys.stderr)
+    _table((f"kernel for {arch}", "variant", "registers", "shared", "spills"), rows)
+
+
+# --- check, bench ---------------------------------------------------------------------------------------------------------------
+
+
+def _device(options: argparse.Namespace) -> Device:
+    """The device that is asked for, else CUDA where it is usable. BackendError where it is not usable."""
+    device = arrays.device(options.device) if options.device else (Device("cuda") if arrays.available("cuda") else CPU)
+    usable = arrays.provider(device).count()
+    if device.index >= usable:
+        raise BackendError(f"device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
+    return device
+
+
+def _with(found: Found, operation: str) -> AbstractContextManager[object]:
+    """The file's kernels in the place of fp8kit's, where the name is a file."""
+    return nullcontext() if found.file is None else override(operation, found.file)
+
+
+def _needs_gpu(found: Found, device: Device) -> None:
+    if found.file is not None and device.kind != "cuda":
+        raise BackendError(f"{found.name}: {_NO_GPU}; `fp8kit kernels compile` needs none")
+
+
+def _reports(found: Found, device: Device, only: str = "") -> Iterator[checks.Report]:
+    for operation in [op for op in found.operations if checks.chosen(op, only)] or found.operations[:1]:
+        with _with(found, operation):
+            yield checks.check(operation, device, only)
+
+
+def _check(options: argparse.Namespace) -> int:
+    found, device = sources.find(options.name), _device(options)
+    try:
+        _needs_gpu(found, device)
+    except BackendError as error:
+        print(f"fp8kit kernels: {error}", file=sys.stderr)
+        return UNCHECKED
+    wrong = False
+    for report in _reports(found, device, options.only):
+        print(report)
+        for name, what in report.failures[:5]:
+            print(f"  {name}: {what}")
+        wrong = wrong or bool(report.failures)
+    if device.kind == "cpu" and not options.device:
+        print(f"fp8kit kernels: {_NO_GPU}", file=sys.stderr)
+        return WRONG if wrong else UNCHECKED
+    return WRONG if wrong else 0
+
+
+def _measurements(found: Found, device: Device, shape: Any = None, dtype: Any = None) -> Iterator[timing.Measurement]:
+    from fp8kit import formats
+
+    for operation in found.operations:
+        with _with(found, operation):
+            yield timing.measure(operation, device, shape and tuple(shape), dtype or formats.bfloat16)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from fp8kit import formats
+
+    found, device = sources.find(options.name), _device(options)
+    _needs_gpu(found, device)
+    for result in _measurements(found, device, options.shape, formats.dtype(options.dtype)):
+        print(result)
+    if device.kind == "cpu" and not options.device:
+        print(f"fp8kit kernels: {_NO_GPU}", file=sys.stderr)
+    return 0
+
+
+# --- diff, watch ----------------------------------------------------------------------------------------------------------------
+
+
+def _same_source(a: Found, b: Found) -> tuple[Part, Part]:
+    """One part of each: of the same source where they share one."""
+    pairs = [(x, y) for x in a.parts for y in b.parts if x.like.name == y.like.name]
+    return pairs[0] if pairs else (a.parts[0], b.parts[0])
+
+
+def _diff(options: argparse.Namespace) -> int:
+    found = [sources.find(options.a), sources.find(options.b)]
+    parts, arch = _same_source(found[0], found[1]), _arch(options)
+    texts = [part.text.splitlines() for part in parts]
+    print("\n".join(difflib.unified_diff(texts[0], texts[1], options.a, options.b, lineterm="")) or "the sources are the same")
+    used = [part.compiled(part.variant(), arch).resources for part in parts]
+    functions = list(dict.fromkeys(f for part in parts for f in part.functions))
+    rows = []
+    for function in functions:
+        a, b = (_resources(each.get(function)) for each in used)
+        rows.append((function, *(cell for pair in zip(a, b, strict=True) for cell in pair)))
+    heads = [f"{what} {side}" for what in ("registers", "shared", "spills") for side in "AB"]
+    _table((f"{sources.said(parts[0].variant())}, {arch}", *heads), rows)
+    if not arrays.available("cuda"):
+        print("time and errors of both: they need a GPU")
+        return 0
+    wrong = False
+    operations = [op for op in found[0].operations if op in found[1].operations]
+    for side, name in zip("AB", found, strict=True):
+        one = Found(name.name, name.parts, tuple(operations), name.file)
+        wrong = _look(one, Device("cuda"), f"{side}: ") or wrong
+    return WRONG if wrong else 0
+
+
+def _look(found: Found, device: Device, lead: str = "") -> bool:
+    """Check and time, printed; whether anything is wrong."""
+    wrong = False
+    for report in _reports(found, device):
+        print(f"{lead}{report}")
+        for name, what in report.failures[:1]:
+            print(f"{lead}  {name}: {what}")
+        wrong = wrong or bool(report.failures)
+    for result in _measurements(found, device):
+        print(f"{lead}{result}")
+    return wrong
+
+
+def _watch(options: argparse.Namespace) -> int:
+    path = Path(options.file)
+    if path.suffix != ".cu" or not path.is_file():
+        raise Fp8kitError(expected("kernels watch", "file", repr(options.file), "a .cu file"))
+    return watch(path, _arch(options), options.rounds)
+
+
+def watch(path: Path, arch: str, rounds: int | None = None, sleep: Callable[[float], object] = time.sleep) -> int:
+    """Compile ``path`` for ``arch`` now and whenever it, or a header beside it, changes, and print what came out; with a GPU also whether
+    it is right and how fast. ``rounds``: versions to look at, None until Ctrl-C; ``sleep`` waits between two looks. The last status."""
+    status, seen, done = 0, None, 0
+    while rounds is None or done < rounds:
+        now = _stamps(path)
+        if now == seen:
+            sleep(POLL)
+            continue
+        seen, done = now, done + 1
+        print(f"--- {path.name}, {time.strftime('%H:%M:%S')}")
+        try:
+            found = sources.find(str(path))
+            _print_resources(found, arch)
+            status = 0
+            if arrays.available("cuda"):
+                status = WRONG if _look(found, Device("cuda")) else 0
+            else:
+                print(_NO_GPU)
+        except (Fp8kitError, OSError) as error:  # a version that is half written, or wrong: the next one may be better
+            print(f"fp8kit kernels: {error}", file=sys.stderr)
+            status = WRONG
+        sys.stdout.flush()
+    return status
+
+
+def _stamps(path: Path) -> dict[str, int]:
+    """When the file and the headers beside it were written; a file that an editor is just replacing is missing."""
+    found = {}
+    for each in (path, *sorted(path.parent.glob("*.cuh"))):
+        try:
+            found[each.name] = each.stat().st_mtime_ns
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,45 @@
+"""``fp8kit warmup``: compile what a training needs before it starts, also for a GPU that is not here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fp8kit.commands import numbers
+from fp8kit.models.presets import PRESETS
+
+# name -> class in fp8kit.recipe
+RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+
+
+def add(commands: Any) -> None:
+    """Add the command to ``commands``, what ``add_subparsers`` gave."""
+    what = "compile the kernels of a training into the cache, side by side, and make its plans"
+    parser = commands.add_parser("warmup", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("--preset", choices=PRESETS, help="sizes of one of fp8kit's models")
+    parser.add_argument("--layer", metavar="HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]", help="sizes of a layer (4096,16384,64,128,1)")
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the parameters (%(default)s)")
+    parser.add_argument("--activation", default="gelu", metavar="NAME", help="(%(default)s)")
+    parser.add_argument("--arch", metavar="NAME", help="such as sm_90a: only compile, for a GPU of that architecture; needs no GPU")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
+    parser.add_argument("--threads", type=int, metavar="N", help="that compile at once (as many as there are cores)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and say what it did."""
+    from fp8kit import recipe
+    from fp8kit.warmup import warmup
+
+    sizes: dict[str, Any] = {}
+    if options.preset is not None:
+        size = PRESETS[options.preset]
+        sizes = {"hidden": size.hidden, "ffn": 4 * size.hidden, "heads": size.heads, "sequence": size.context, "batch": size.sequences}
+    if options.layer is not None:
+        given = numbers("layer", options.layer, 5 if options.layer.count(",") > 2 else 3)
+        sizes = dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), given, strict=False))
+    done = warmup(**sizes, dtype=options.dtype, recipe=getattr(recipe, RECIPES[options.recipe])(), activation=options.activation,
+                  arch=options.arch, device=options.device, threads=options.threads)
+    print(done)
+    return 0

@@ -1,0 +1,56 @@
+"""Whether what serves an operation is right: the contract's cases, a grid of shapes, dtypes and edge values, against codec or float64."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fp8kit.arrays import Device
+from fp8kit.backends import dispatch
+from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.testing.contract import Case, cases
+
+
+@dataclass
+class Report:
+    """What came out: ``implementation`` (its id), ``device``, the number of ``cases`` that ran, ``failures`` as (case, what was wrong,
+    with the first wrong coordinate), and ``seconds``."""
+
+    operation: str
+    implementation: str
+    device: Device
+    cases: int = 0
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        verdict = "all right" if not self.failures else f"{len(self.failures)} WRONG"
+        return f"{self.operation}: {self.implementation} on {self.device}: {self.cases} cases, {verdict} ({self.seconds:.1f} s)"
+
+
+def chosen(operation: str, only: str = "") -> list[Case]:
+    """The contract's cases of an operation with that word in their name."""
+    return [case for case in cases() if case.kernel == operation and only in case.name]
+
+
+def check(operation: str, device: Device, only: str = "") -> Report:
+    """Run the contract's cases of ``operation`` on ``device`` with the implementation in force; ``only`` those with that word in the name.
+
+    BackendError for an operation without cases, for a word that no case has, and where nothing serves the device.
+    """
+    wanted = chosen(operation, only)
+    if not wanted:
+        raise BackendError(expected("check", "operation", f"{operation!r}" + (f" with cases {only!r}" if only else ""),
+                                    "an operation of the contract that writes arrays, and a word in a case's name"))
+    kernels = dispatch.kernels(device)
+    usable, _ = dispatch.candidates(operation, device)
+    report = Report(operation, usable[0].impl_id, device)
+    start = time.perf_counter()
+    for case in wanted:
+        report.cases += 1
+        try:
+            case.run(kernels, device)
+        except (AssertionError, Fp8kitError) as error:
+            report.failures.append((case.name, str(error)))
+    report.seconds = time.perf_counter() - start
+    return report

@@ -1,0 +1,123 @@
+"""Names that a person gives on the command line, resolved: an operation, a raw kernel, a source of fp8kit's, or a file of one's own.
+
+And what the compiler says of a source: registers, shared memory, spills, PTX, and machine code where a disassembler is installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8kit.backends.cuda import compile as compiler
+from fp8kit.backends.protocol import KERNELS
+from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.lab.overrides import read
+from fp8kit.raw_kernels import manifest
+
+DEFAULT_ARCH = "sm_90a"
+_DISASSEMBLERS = {"nvdisasm": (), "cuobjdump": ("-sass",)}  # program -> its options
+_PREFERRED = ("bf16", "e4m3", "gelu")  # of the variants, the one that is shown when one is shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source, or a file of one's own in the place of one: ``entry`` as it is compiled, ``like`` as fp8kit has it, the ``functions`` that
+    are meant, and the file's ``unit`` (None: fp8kit's own)."""
+
+    entry: manifest.Source
+    like: manifest.Source
+    functions: tuple[str, ...]
+    unit: manifest.Unit | None = None
+
+    @property
+    def text(self) -> str:
+        """The source's text."""
+        return self.unit.content if self.unit is not None else manifest.text(self.entry.name)
+
+    def variant(self, wanted: str = "") -> manifest.Defines:
+        """The defines to show: those that ``wanted`` names (``T=f16,FORMAT=e5m2``), else bfloat16, E4M3 or GELU where there is a choice."""
+        asked = dict(part.split("=", 1) for part in wanted.split(",") if "=" in part)
+        fits = [v for v in self.entry.variants if asked.items() <= dict(v).items()]
+        if not fits or (wanted and not asked):
+            like = f"defines of {self.entry.name}, such as {said(self.entry.variants[0])}"
+            raise Fp8kitError(expected("kernels", "variant", repr(wanted), like))
+        return max(fits, key=lambda v: sum(value in _PREFERRED for _, value in v))
+
+    def compiled(self, defines: manifest.Defines, arch: str) -> compiler.CompiledKernel:
+        """The source compiled, from the cache or afresh. BackendError as ``compile_cubin``."""
+        return compiler.compile_cubin(self.entry.name, defines, arch, self.unit)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a name means: the ``parts`` that hold its source, and the ``operations`` that launch one of their functions. ``file``: its path,
+    where it is one."""
+
+    name: str
+    parts: tuple[Part, ...]
+    operations: tuple[str, ...]
+    file: Path | None = None
+
+
+def said(defines: manifest.Defines) -> str:
+    """Defines as one writes them on the command line: T=bf16,FORMAT=e4m3."""
+    return ",".join(f"{key}={value}" for key, value in defines) or "-"
+
+
+def find(name: str) -> Found:
+    """What ``name`` means: a file, a source's name (``quantize.cu``), an operation, a function, or a source's stem, in this order.
+    Fp8kitError, with names like it, where it means nothing; BackendError for a file that stands for no source."""
+    path = Path(name)
+    if path.suffix == ".cu" and path.is_file():
+        unit = read(path)
+        try:
+            like = manifest.replaced_by(unit)
+            entry = manifest.stands_for(unit, like)
+        except ValueError as error:
+            raise BackendError(f"kernels: {error}") from None
+        whole = [op for op, uses in manifest.USES.items() if like.name in uses and set(uses[like.name]) <= set(entry.functions)]
+        return Found(name, (Part(entry, like, entry.functions, unit),), tuple(whole), path)
+    entries = {entry.name: entry for entry in manifest.sources()}
+    if name in entries:
+        return _own(name, {name: entries[name].functions})
+    if name in manifest.USES:
+        return Found(name, _own(name, manifest.USES[name]).parts, (name,))
+    places: dict[str, tuple[str, ...]] = {entry.name: (name,) for entry in entries.values() if name in entry.functions}
+    if places:
+        return _own(name, places)
+    if f"{name}.cu" in entries:
+        return _own(name, {f"{name}.cu": entries[f"{name}.cu"].functions})
+    if name in KERNELS:
+        raise Fp8kitError(expected("kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"))
+    known = [*entries, *manifest.USES, *(f for entry in entries.values() for f in entry.functions)]
+    near = ", ".join(dict.fromkeys(difflib.get_close_matches(name, known, 4))) or "`fp8kit kernels list` has them all"
+    raise Fp8kitError(expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file ({near})"))
+
+
+def _own(name: str, places: dict[str, tuple[str, ...]]) -> Found:
+    parts = tuple(Part(manifest.source(source), manifest.source(source), functions) for source, functions in places.items())
+    return Found(name, parts, tuple(op for op, uses in manifest.USES.items()
+                                    if any(set(uses.get(source, ())) & set(functions) for source, functions in places.items())))
+
+
+def users(source: str, function: str) -> list[str]:
+    """The operations that launch a function of a source."""
+    return [op for op, uses in manifest.USES.items() if function in uses.get(source, ())]
+
+
+def sass(cubin: Path) -> str:
+    """Machine code as text, by nvdisasm or cuobjdump, whichever is installed; BackendError that says how to get one, where neither is."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [found for place in (spec.submodule_search_locations or () if spec else ()) for found in Path(place).glob("*/bin")]
+    for program, options in _DISASSEMBLERS.items():
+        path = shutil.which(program) or next((str(at / program) for at in folders if (at / program).is_file()), None)
+        if path is not None:
+            done = subprocess.run([path, *options, str(cubin)], capture_output=True, text=True)
+            if done.returncode:
+                raise BackendError(f"kernels: {program} failed: {done.stderr.strip()}")
+            return done.stdout
+    raise BackendError("kernels: machine code needs nvdisasm or cuobjdump, neither is installed: pip install nvidia-cuda-nvdisasm")

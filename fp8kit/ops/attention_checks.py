@@ -1,0 +1,98 @@
+"""What an attention call refuses: inputs that do not fit its spec or each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fp8kit import formats
+from fp8kit.arrays import Shape
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.formats import HIGH_PRECISION, DType
+from fp8kit.ops.attention_spec import LAYOUTS, AttentionSpec, batch_of, check_starts, length_of
+from fp8kit.ops.attention_views import Dense, lse_shape, meta_of, side_of
+from fp8kit.spec import Metas
+
+
+def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
+    """Refuse inputs that do not fit ``spec`` or each other; the dtype of all of them."""
+    layout = LAYOUTS[spec.layout]
+    kind = meta_of(metas, next(iter(layout))).dtype
+    if kind not in HIGH_PRECISION:
+        raise FormatError(expected("attention", next(iter(layout)), kind, "float32, bfloat16 or float16"))
+    rows: dict[str, tuple[str, Shape]] = {}  # side of the product -> (input, leading dimensions) first seen there
+    dims = 1 if spec.packed else 2
+    for name, parts in layout.items():
+        shape, dtype = meta_of(metas, name)[:2]
+        if dtype is not kind:
+            raise FormatError(expected("attention", name, dtype, f"{kind} as the other inputs"))
+        wanted = [(spec.width(parts),), *([(spec.heads(parts), spec.features(parts))] if len(parts) == 1 else [])]
+        if len(shape) < dims + 1 or shape[dims:] not in wanted:
+            letters = {"s": "sequence", "b": "batch", "t": "tokens"}
+            leading = ", ".join(letters[letter] for letter in spec.qkv_format[:dims])
+            forms = " or ".join(f"({leading}, {', '.join(map(str, last))})" for last in wanted)
+            raise ShapeError(expected("attention", name, f"shape {shape}", forms))
+        _, seen = rows.setdefault(side_of(name), (name, shape[:dims]))
+        if shape[:dims] != seen:
+            raise ShapeError(expected("attention", name, f"shape {shape}", f"{seen} leading, as the other of k and v"))
+    if not spec.packed:
+        batches = [batch_of(spec.qkv_format, shape) for _, shape in rows.values()]
+        if any(batch != batches[0] for batch in batches):
+            named = {name: batch for (name, _), batch in zip(rows.values(), batches, strict=True)}
+            raise ShapeError(expected("attention", "batch", f"{named}", "one batch size"))
+        return kind
+    lengths = meta_of(metas, "cu_seqlens_q").shape
+    check_starts("attention", "cu_seqlens_q", lengths, max(shape[0] for _, shape in rows.values()))
+    if "qkv" in layout and spec.max_seqlen_q != spec.max_seqlen_kv:
+        raise ShapeError(expected("attention", "max_seqlen_kv", spec.max_seqlen_kv, f"{spec.max_seqlen_q} as max_seqlen_q, with one qkv"))
+    return kind
+
+
+class _Extra(NamedTuple):
+    """One of the further inputs: whether it may come, whether it must, its dtypes and shapes, how an error says the shapes, and why."""
+
+    may: bool
+    must: bool
+    dtypes: tuple[DType, ...]
+    shapes: list[Shape]
+    said: str
+    why: str
+
+
+def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
+    """What comes beside q, k and v: there where it is needed, and as it should be. The names that are there, but for an unused rng."""
+    batch, heads, rows = lse_shape(dense)
+    columns = length_of(dense.spec.qkv_format, dense.parts["k"].shape)
+    over_scores: list[Shape] = [(b, h, r, columns) for b in (1, batch) for h in (1, heads) for r in (1, rows)]
+    lengths: list[Shape] = [(batch + 1,)]
+    said = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
+    why_padded = f"with mask {spec.mask!r}, qkv_format {spec.qkv_format!r}"
+    sums = _Extra(spec.padded, spec.padded, (formats.int32,), lengths, str(lengths[0]), why_padded)
+    table = {
+        "cu_seqlens_q": sums,
+        "cu_seqlens_kv": sums,
+        "cu_seqlens_q_padded": sums._replace(may=spec.packed, must=False),
+        "cu_seqlens_kv_padded": sums._replace(may=spec.packed, must=False),
+        "mask": _Extra(spec.masked, spec.masked, (formats.bool_, formats.uint8), over_scores, said, f"with mask {spec.mask!r}"),
+        "bias": _Extra(spec.biased, spec.biased, (kind,), over_scores, said, f"with bias {spec.bias!r}"),
+        "alibi_slopes": _Extra(spec.bias == "alibi", spec.bias == "alibi", (formats.float32,), [(heads,), (batch, heads)],
+                               f"({heads},) or ({batch}, {heads})", f"with bias {spec.bias!r}"),
+        "softmax_offset": _Extra(spec.softmax_type == "learnable", spec.softmax_type == "learnable", (formats.float32,), [(heads,)],
+                                 f"({heads},)", f"with softmax_type {spec.softmax_type!r}"),
+        "rng": _Extra(True, spec.dropout > 0, (formats.int64,), [(2,)], "(2,)", f"with dropout {spec.dropout}"),
+    }  # fmt: skip
+    found = []
+    for name, (may, must, dtypes, shapes, said, why) in table.items():
+        meta = metas.get(name)
+        if meta is None:
+            if must:
+                raise ShapeError(expected("attention", name, None, f"{dtypes[0].name} {said} {why}"))
+            continue
+        if not may:
+            raise ShapeError(expected("attention", name, f"shape {meta.shape}", f"None {why}"))
+        if meta.dtype not in dtypes:
+            raise FormatError(expected("attention", name, meta.dtype, " or ".join(d.name for d in dtypes)))
+        if meta.shape not in shapes:
+            raise ShapeError(expected("attention", name, f"shape {meta.shape}", said))
+        if must or name != "rng":
+            found.append(name)
+    return tuple(found)

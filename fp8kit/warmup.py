@@ -1,0 +1,149 @@
+"""``fk.warmup``: everything that the first step of a training would compile or look for, beforehand and side by side.
+
+The kernel variants are compiled by threads (NVRTC lets go of the interpreter) into the cache on disk, so every later process finds them;
+then one step of a throwaway layer loads them and makes cuBLASLt's plans and cuDNN's graphs, which last as long as the process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8kit.recipe import Recipe
+
+Variant = tuple[str, dict[str, str]]
+
+# source -> its defines in a training; H: the parameters' type, f32: besides it float32, of what is summed, counted or drawn there
+_ALWAYS = (("norm.cu", ("H",)), ("dropout.cu", ("H",)), ("elementwise.cu", ("H", "f32")), ("amax.cu", ("H",)))
+_MODEL = (("embedding.cu", ("H",)), ("cross_entropy.cu", ("H",)), ("optim.cu", ("H", "f32")))
+_FORMATS = ("e4m3", "e5m2")
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What a warm-up did. ``compiled``: (kernel source and defines, seconds) of what was compiled, longest first; ``found``: how many were
+    in the cache already; ``compile_seconds``: of all, side by side; ``step_seconds``: of the steps, None where none was taken."""
+
+    compiled: tuple[tuple[str, float], ...]
+    found: int
+    compile_seconds: float
+    step_seconds: float | None
+
+    def __str__(self) -> str:
+        lines = [f"{name:60}{seconds:7.2f} s" for name, seconds in self.compiled]
+        one_by_one = sum(seconds for _, seconds in self.compiled)
+        lines.append(f"{len(self.compiled)} variants compiled in {self.compile_seconds:.2f} s (one by one {one_by_one:.2f} s), "
+                     f"{self.found} were in the cache")
+        if self.step_seconds is not None:
+            lines.append(f"two steps of the layer: {self.step_seconds:.2f} s")
+        return "\n".join(lines)
+
+
+def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None, *, sequence: int = 128, batch: int = 1,
+           dtype: Any = "bfloat16", recipe: Recipe | None = None, activation: str = "gelu", normalization: str = "LayerNorm",
+           arch: str | None = None, device: Any = None, threads: int | None = None) -> Warmup:
+    """Compile every kernel variant that training a transformer layer of these sizes needs, with embedding, loss and optimiser, and take two
+    steps of a layer of zeros, without dropout, whose plans last as long as the process. Draws no random number.
+
+    * ``hidden``, ``ffn`` (4 * hidden), ``heads`` (hidden / 64, at least 1): the layer's sizes. ``sequence``, ``batch``: tokens of the
+      steps; cuBLASLt's plans and cuDNN's graphs are made for exactly these.
+    * ``dtype``: the parameters', float32, bfloat16 or float16. ``recipe``: DelayedScaling() for None. ``activation``, ``normalization``: as
+      ``TransformerLayer``'s.
+    * ``arch``: such as "sm_90a": compile for that architecture only, and take no step; needs NVRTC, but no GPU. ``device``: a device's
+      name; None is CUDA where it is usable, else the CPU, where nothing but the reference engine's own compilation is done.
+    * ``threads``: that compile at once, None for as many as the process may use.
+
+    Raises ShapeError, FormatError, RecipeError or Fp8kitError for arguments that do not fit, BackendError where a kernel does not compile.
+    """
+    from fp8kit import arrays, formats, nn
+    from fp8kit.arguments import choice, integer
+    from fp8kit.autograd import tensor
+    from fp8kit.backends import dispatch
+    from fp8kit.backends.activation import ACTIVATIONS
+    from fp8kit.errors import FormatError, Fp8kitError, RecipeError, ShapeError, expected
+    from fp8kit.ops.quant import fp8_from_recipe
+    from fp8kit.recipe import DelayedScaling
+    from fp8kit.recipe import Recipe as AnyRecipe
+
+    sizes = {"hidden": hidden, "sequence": sequence, "batch": batch}
+    for name, value in sizes.items():
+        integer("warmup", name, value, 1, 2**31, ShapeError)
+    ffn = 4 * hidden if ffn is None else integer("warmup", "ffn", ffn, 1, 2**31, ShapeError)
+    heads = max(1, hidden // 64) if heads is None else integer("warmup", "heads", heads, 1, 2**31, ShapeError)
+    count = len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024, Fp8kitError)
+    kind = formats.dtype(dtype)
+    if kind not in formats.HIGH_PRECISION:
+        raise FormatError(expected("warmup", "dtype", kind, ", ".join(d.name for d in formats.HIGH_PRECISION)))
+    choice("warmup", "activation", activation, ACTIVATIONS, FormatError)
+    rule = DelayedScaling() if recipe is None else recipe
+    if not isinstance(rule, AnyRecipe):
+        raise RecipeError(expected("warmup", "recipe", repr(recipe), "a Recipe or None"))
+    blocks = fp8_from_recipe(rule).blocks
+    if arch is not None:
+        if not isinstance(arch, str) or not re.fullmatch(r"sm_\d+a?", arch):
+            raise Fp8kitError(expected("warmup", "arch", repr(arch), 'such as "sm_90a"'))
+        return _compiled(variants(kind.name, activation, blocks), arch, count, time.perf_counter())
+    where = dispatch.default_device() if device is None else arrays.device(device)
+    inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
+    begin = time.perf_counter()
+    done = Warmup((), 0, 0.0, None)
+    if where.kind == "cuda":
+        from fp8kit.backends.cuda import compile as kernel_compiler
+        from fp8kit.backends.cuda import launch
+
+        arrays.empty((1,), formats.uint8, where)  # says what is missing
+        done = _compiled(variants(kind.name, activation, blocks), kernel_compiler.arch_of(launch.capability(where.index)), count, begin)
+        begin = time.perf_counter()
+    layer = nn.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=kind, activation=activation,
+                                normalization=normalization, device=where, **inits)
+    x = tensor(arrays.zeros((sequence, batch, hidden), kind, where), requires_grad=True)
+    from fp8kit.autocast import autocast
+
+    for _ in range(2):  # the first finds no gradient to add to
+        with autocast(recipe=rule):
+            y = layer(x)
+        y.backward(x.view)
+    arrays.synchronize(where)
+    return Warmup(done.compiled, done.found, done.compile_seconds, time.perf_counter() - begin)
+
+
+def variants(dtype: str, activation: str, blocks: bool) -> list[Variant]:
+    """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a block scaling recipe."""
+    from fp8kit.backends.cuda.launch import TYPE_NAMES
+
+    own = TYPE_NAMES[dtype]
+    found: list[Variant] = [("scales.cu", {}), ("activation.cu", {"T": own, "ACT": activation})]
+    for source, types in (*_ALWAYS, *_MODEL):
+        found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
+    found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]
+    return found + ([("attention.cu", {"T": own})] if dtype == "float32" else [])  # cuDNN takes the others
+
+
+def _compiled(wanted: list[Variant], arch: str, threads: int, begin: float) -> Warmup:
+    """Compile what the cache does not have, the longest sources first, so that no thread is left with one at the end."""
+    from fp8kit import settings
+    from fp8kit.backends.cuda.compile import compile_cubin
+    from fp8kit.raw_kernels import manifest
+
+    before = set((settings.cache_dir() / "kernels").glob("*.cubin"))
+
+    def one(variant: Variant) -> tuple[str, float, bool]:
+        source, defines = variant
+        start = time.perf_counter()
+        path = compile_cubin(source, manifest.defines(**defines), arch).path
+        return " ".join((source, *(f"{k}={v}" for k, v in defines.items()))), time.perf_counter() - start, path in before
+
+    order = sorted(wanted, key=lambda variant: -len(manifest.text(variant[0])))
+    with ThreadPoolExecutor(threads) as pool:
+        made = list(pool.map(one, order))
+    new = sorted(((name, seconds) for name, seconds, known in made if not known), key=lambda pair: -pair[1])
+    return Warmup(tuple(new), len(made) - len(new), time.perf_counter() - begin, None)
+
+
+def _zeros(weight: Any) -> None:
+    weight.fill(0)

@@ -1,0 +1,183 @@
+"""jit with NamedSharding over eight virtual devices: one device's results, nothing gathered that need not be.
+
+``check`` splits arguments, and searches the compiled program for collectives that move whole arrays. Results are sums in another order;
+gradients of products see y by its FP8 codes, so that a rounding of y moves some of them by a code: half a step of E5M2 each.
+"""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fp8kit_jax import spread
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.testing import assert_same_bits
+
+RECIPES = {
+    "high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
+}  # fmt: skip
+MOVES = ("all-gather", "all-to-all", "collective-permute")
+BITS = 2.0**-19  # another order of float32 sums of at most 2^11 terms, relative to the largest value
+CODES = 2.0**-9  # some codes of E5M2 (half a step: 2^-3) among the 2^10 terms of a sum of random signs, relative to the largest
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+def mesh():
+    return Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
+
+
+def placed(args, specs):
+    return [jax.tree.map(lambda leaf, own=own: jax.device_put(leaf, NamedSharding(mesh(), P(*own))), a)
+            for a, own in zip(args, specs, strict=True)]
+
+
+def near(got, want, bound):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.abs(want).max())
+
+
+def check(function, args, specs, bound=BITS, gathers=False):
+    """Value and gradients of the sum of squares, split and whole; the text of the split program."""
+    step = jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), tuple(range(len(args)))))
+    compiled = step.lower(*placed(args, specs)).compile()
+    jax.tree.map(lambda a, b: near(a, b, bound), compiled(*placed(args, specs)), step(*args))
+    found = [kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()]
+    assert bool(found) == gathers, found
+    return compiled
+
+
+def two(recipe):
+    return (fj.noop_quantizer_set,) * 2 if RECIPES[recipe] is None else fj.create_set(RECIPES[recipe], 2)
+
+
+ROWS, COLUMNS, JOINED = ("data",), (None, "tensor"), (None, None, "tensor")
+SIZES = {"block": (64, 256, 1024)}  # sequence, width, inner width: squares of 128 keep their scales in fours
+
+
+@pytest.mark.parametrize("axes", ["rows", "tensor", "both"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_mlp(recipe, axes):
+    """Rows by the data axis; by the tensor axis the first kernel's columns and the second one's rows, y a sum over devices."""
+    s, h, f = SIZES.get(recipe, (16, 64, 128))
+    args = draw(0, 8, s, h), jnp.ones(h), draw(1, h, 2, f) / 8, draw(2, f, h) / 16, draw(3, 2, f), draw(4, h), two(recipe)
+    rows, tensor = axes != "tensor", axes != "rows"
+    specs = [ROWS if rows else (), (), JOINED if tensor else (), ("tensor",) if tensor else (), COLUMNS if tensor else (), (), ()]
+
+    def mlp(x, gamma, k1, k2, b1, b2, sets):
+        return fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
+
+    check(mlp, args, specs, CODES if recipe == "block" else BITS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_norm_and_three_projections_at_once(recipe):
+    """The kernel (H, 3, H) is split along its last dimension: of queries, keys and values each device has some."""
+    s, h, n = {"block": (64, 256, 1024)}.get(recipe, (16, 64, 64))
+    sets = two(recipe)[0]
+    compiled = check(lambda x, w, g, b, sets: fj.layernorm_dense(x, w, g, b, quantizer_set=sets),
+                     (draw(0, 8, s, h), draw(1, h, 3, n), jnp.ones(h), jnp.zeros(h), sets), (ROWS, JOINED, (), (), ()))
+    assert compiled.output_shardings[1][1].spec == P(None, None, "tensor")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_contraction_is_summed_over_devices(recipe):
+    s, k = (64, 512) if recipe == "block" else (16, 64)
+    args = draw(0, 8, s, k), draw(1, k, 48), draw(2, 48), two(recipe)[0]
+    check(lambda x, w, b, sets: fj.dense(x, w, b, quantizer_set=sets), args, (("data", None, "tensor"), ("tensor",), (), ()), CODES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_columns_of_blocks_and_of_kernels_turned_round(recipe):
+    s, k, n = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
+    args = draw(0, 8, s, k), draw(1, n, k), two(recipe)[0]
+    check(lambda x, w, sets: fj.dense(x, w, None, ((-1,), (1,)), sets), args, (ROWS, ("tensor",), ()), CODES)
+
+
+HEADS = ("data", None, "tensor")
+Q, K, V = (draw(i, 8, 16, heads, d) for i, (heads, d) in enumerate([(4, 8), (2, 8), (2, 12)]))
+LENGTHS = fj.running_sums(jnp.array([16, 9, 1, 3, 16, 12, 5, 16]))
+ATTENTIONS = {
+    "groups": {}, "mask": {"attn_mask_type": "arbitrary", "mask": draw(5, 8, 1, 16, 16) > 1.0},
+    "mask of heads": {"attn_mask_type": "arbitrary", "mask": draw(5, 1, 4, 1, 16) > 1.0},
+    "padding": {"attn_mask_type": "padding_causal", "cu_seqlens_q": LENGTHS, "cu_seqlens_kv": LENGTHS},
+    "alibi": {"attn_bias_type": "alibi"}, "window": {"window_size": (3, 0)}, "sink": {"softmax_type": "off-by-one"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_attention_by_batches_and_heads(case):
+    check(lambda q, k, v: fj.dot_product_attention(q, k, v, **ATTENTIONS[case]), (Q, K, V), (HEADS,) * 3)
+
+
+def test_attention_of_packed_arrays_biases_and_sinks():
+    check(fj.dot_product_attention, (draw(0, 8, 16, 3, 4, 8),), (("data", None, None, "tensor"),))
+    check(lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b), (Q, K, V, draw(3, 1, 4, 16, 16)), (*(HEADS,) * 3, COLUMNS))
+    check(lambda q, k, v, s: fj.dot_product_attention(q, k, v, softmax_type="learnable", softmax_offset=s),
+          (Q, K, V, draw(3, 4)), (*(HEADS,) * 3, ("tensor",)))
+    turned = [a.swapaxes(0, 1) for a in (Q, K, V)]
+    check(lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd"), turned, ((None, "data", "tensor"),) * 3)
+
+
+def test_dropped_attention_weights_are_those_of_one_device():
+    """Their numbers count along the whole array, so that every device computes it whole."""
+    key = jax.random.key(1)
+    check(lambda q, k, v: fj.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_key=key), (Q, K, V), (HEADS,) * 3, gathers=True)
+
+
+X, RESIDUAL, BIAS = draw(0, 8, 5, 12), draw(1, 8, 5, 12), draw(2, 12)
+LOGITS = draw(0, 8, 5, 30)
+TARGETS = jnp.asarray(np.random.default_rng(0).integers(0, 30, (8, 5)), jnp.int32).at[0, 1].set(-100)
+SMALL = {
+    "rope": (lambda q: fj.rope(q, fj.rope_frequencies(8, 16)), (Q,), (HEADS,)),
+    "residual": (lambda x, r, b: fj.dropout_add(x, r, b), (X, RESIDUAL, BIAS), (ROWS, ROWS, ())),
+    "dropout": (lambda x, r, b: fj.dropout_add(x, r, b, 0.3, jax.random.key(3)), (X, RESIDUAL, BIAS), (ROWS, ROWS, ())),
+    "drop path": (lambda x, r: fj.drop_path(x, r, 0.4, jax.random.key(3)), (X, RESIDUAL), (ROWS, ROWS)),
+    "mean loss": (lambda x: fj.fused_cross_entropy(x, TARGETS, 0.1), (LOGITS,), (ROWS,)),
+    "losses": (lambda x: fj.fused_cross_entropy(x, TARGETS, 0.1, "none"), (LOGITS,), (ROWS,)),
+    "l2norm": (fj.l2norm, (X,), (ROWS,)),
+    "gated activation": (lambda x: fj.activation(x, ("silu", "linear")), (draw(0, 8, 5, 2, 24),), (("data", None, None, "tensor"),)),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_small_functions(case):
+    check(*SMALL[case])
+
+
+def test_the_words_of_dropout_are_those_of_the_kernels():
+    """Word i of (seed, offset) drops element i where it is below p 2^32: compared for parts that begin and end inside a group of four."""
+    x, key = jnp.ones((7, 33)), jax.random.key(5)
+    words = jax.random.key_data(key).astype(jnp.uint32)
+    rng = jnp.concatenate([words, jnp.zeros(2, jnp.uint32)])
+    kept = np.asarray(fj.dropout_add(x, rate=0.25, key=key)).reshape(-1) != 0
+    for part in range(7):
+        found = np.asarray(spread.philox(rng, jnp.uint32(part), 33))
+        np.testing.assert_array_equal(found >= np.uint32(2**30), kept[33 * part : 33 * part + 33])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("axes", [("data", None), (None, "tensor"), ("data", "tensor")], ids=str)
+def test_a_product_and_its_state(recipe, axes):
+    """Rows and columns of one product; the state that comes back is that of one device, bit for bit."""
+    rows, columns = axes
+    x, w, b, sets = draw(0, 4, 16, 32) * jnp.exp2(jnp.arange(4.0))[:, None, None], draw(1, 32, 48), draw(2, 48), two(recipe)[0]
+
+    def loss(x, w, b, sets):
+        return (fj.dense(x, w, b, quantizer_set=sets) ** 2).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    want, (dx, dw, db, state) = step(x, w, b, sets)
+    got, grads = step(*placed((x, w, b, sets), ((rows,), (None, columns), (columns,), ())))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        other = dict(jax.tree_util.tree_leaves_with_path(grads[3]))[path]
+        assert_same_bits(jax.tree_util.keystr(path), np.asarray(other), np.asarray(leaf))
+    for a, c in ((got, want), (grads[0], dx), (grads[1], dw), (grads[2], db)):
+        near(a, c, BITS)

@@ -1,0 +1,102 @@
+"""Two GPUs of one machine, by shard_map and by jit with NamedSharding: one GPU's results, the FP8 state's to the last bit.
+
+Products of FP8 codes are summed in the tensor cores' 14 bits, in an order that depends on the sizes; gradients see y by its codes, of 2
+bits in E5M2, some of which a rounding moves. The bounds are relative to the largest value.
+"""
+
+from __future__ import annotations
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8kit as fk
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.testing import assert_same_bits
+
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu2]
+RECIPES = {
+    "high": None, "delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
+}  # fmt: skip
+S, H, F = 64, 256, 1024
+VALUES, GRADIENTS = 2.0**-9, 2.0**-5
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
+
+
+def mesh():
+    found = jax.devices("gpu")
+    assert len(found) >= 2, f"a gpu2 test needs 2 CUDA devices, JAX finds {len(found)}"
+    return Mesh(np.array(found[:2]), ("both",))
+
+
+def near(got, want, bound):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound * max(np.abs(want).max(), 1e-30))
+
+
+def same_state(got, want):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(want):
+        assert_same_bits(jax.tree_util.keystr(path), np.asarray(dict(jax.tree_util.tree_leaves_with_path(got))[path]), np.asarray(leaf))
+
+
+def two(recipe):
+    return (fj.noop_quantizer_set,) * 2 if RECIPES[recipe] is None else fj.create_set(RECIPES[recipe], 2)
+
+
+def loss(k1, k2, sets, x):
+    y = fj.layernorm_mlp(x, jnp.ones(H, x.dtype), None, (k1, k2), norm_type="rmsnorm", activation_type=("silu", "linear"),
+                         quantizer_sets=sets)
+    return (y.astype(jnp.float32) ** 2).sum()
+
+
+@pytest.mark.parametrize("way", ["rows", "columns", "shard_map"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_mlp(recipe, way):
+    args = draw(1, H, 2, F) / 16, draw(2, F, H) / 32, two(recipe), draw(0, 4, S, H)
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    specs = [P(None, None, "both"), P("both"), P(), P()] if way == "columns" else [P(), P(), P(), P("both")]
+    placed = [jax.device_put(a, NamedSharding(mesh(), own)) for a, own in zip(args, specs, strict=True)]
+    with fk.deterministic():
+        want, (*kernels, state) = jax.jit(step)(*args)
+        if way == "shard_map":
+            local = jax.shard_map(lambda *a: jax.lax.psum(loss(*a), "both"), mesh=mesh(), in_specs=tuple(specs), out_specs=P())
+            step = jax.value_and_grad(local, (0, 1, 2))
+        compiled = jax.jit(step).lower(*placed).compile()
+        got, (*found, fresh) = compiled(*placed)
+    assert "all-gather" not in compiled.as_text()
+    near(got, want, VALUES)
+    for a, b in zip(found, kernels, strict=True):
+        near(a.astype(jnp.float32), b.astype(jnp.float32), GRADIENTS)
+    if recipe == "delayed":
+        for own, other in zip(fresh, state, strict=True):
+            same_state(own.kernel, other.kernel)
+        same_state(fresh[0].x, state[0].x)
+
+
+@pytest.mark.parametrize("spec", [("both",), (None, None, "both")], ids=["batches", "heads"])
+def test_attention(spec):
+    layers = [draw(i, 4, S, 4, 64) for i in range(3)]
+    step = jax.jit(jax.value_and_grad(lambda *a: (fj.dot_product_attention(*a).astype(jnp.float32) ** 2).sum(), (0, 1, 2)))
+    placed = jax.device_put(layers, NamedSharding(mesh(), P(*spec)))
+    compiled = step.lower(*placed).compile()
+    assert "all-gather" not in compiled.as_text()
+    for got, want in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(step(*layers)), strict=True):
+        near(got.astype(jnp.float32), want.astype(jnp.float32), GRADIENTS)
+
+
+def test_both_gpus_at_once():
+    """The same program on both, launched without waiting: each gives the bits of the first."""
+    args = draw(1, H, 2, F) / 16, draw(2, F, H) / 32, two("delayed"), draw(0, 4, S, H)
+    with fk.deterministic():
+        step = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+        placed = [jax.device_put(args, device) for device in jax.devices("gpu")[:2]]
+        results = [step(*own) for _ in range(10) for own in placed]
+    for result in results[1:]:
+        same_state(result, results[0])

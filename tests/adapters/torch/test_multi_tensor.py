@@ -1,0 +1,142 @@
+"""``multi_tensor_*`` against the same arithmetic in float64, and against torch's own optimisers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8kit_torch.optimizers import (
+    FusedAdam,
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_sgd,
+    multi_tensor_unscale_l2norm,
+)
+
+from fp8kit.errors import FormatError, ShapeError
+
+from .twins import same
+
+SHAPES = [(3, 5), (17,), (2, 3, 4), (1,)]
+ULP = 2.0**-23
+
+
+def some(device, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=g).to(device, dtype) for shape in SHAPES]
+
+
+def flag(device, value=0):
+    return torch.full((1,), value, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [multi_tensor_scale, multi_tensor_scale_tensor])
+def test_scale(device, dtype, op):
+    sources, results, noop = some(device, dtype), [torch.empty(s, device=device) for s in SHAPES], flag(device)
+    factor = 0.25 if op is multi_tensor_scale else torch.tensor([0.25], device=device)
+    multi_tensor_applier(op, noop, [sources, results], factor)
+    for got, want in zip(results, sources, strict=True):
+        same(got, want.float() * 0.25, "scaled")
+    assert int(noop) == 0
+    for bad in (float("inf"), float("nan")):
+        noop = flag(device)
+        sources[1][3] = bad
+        multi_tensor_applier(op, noop, [sources, results], factor)
+        assert int(noop) == 1
+    multi_tensor_scale(1, noop, [[], []], 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(device, dtype):
+    tensors, noop = some(device, dtype), flag(device)
+    each = torch.stack([t.double().norm() for t in tensors])
+    count = sum(t.numel() for t in tensors)
+    close = {"rtol": count * ULP, "atol": 0}
+    norm, norms = multi_tensor_applier(multi_tensor_l2norm, noop, [tensors], True)
+    torch.testing.assert_close(norm.double(), each.norm().reshape(1), **close)
+    torch.testing.assert_close(norms.double(), each, **close)
+    norm, norms = multi_tensor_applier(multi_tensor_unscale_l2norm, noop, [tensors], torch.tensor([0.125], device=device), False)
+    torch.testing.assert_close(norm.double(), 0.125 * each.norm().reshape(1), **close)
+    assert norms.numel() == 0
+    assert float(multi_tensor_l2norm(1, noop, [[]])[0]) == 0
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["l2", "decoupled"])
+@pytest.mark.parametrize("kind", ["plain", "masters", "capturable"])
+def test_adam_is_the_optimisers(device, mode, kind):
+    dtype = torch.float32 if kind == "plain" else torch.bfloat16
+    params = [p.requires_grad_() for p in some(device, dtype)]
+    opt = FusedAdam(params, lr=1e-2, weight_decay=0.1, adam_w_mode=bool(mode), master_weights=kind != "plain")
+    mine = [p.detach().clone() for p in params]
+    masters = [p.float() for p in mine]
+    m, v = ([torch.zeros(s, device=device) for s in SHAPES] for _ in range(2))
+    for step in range(1, 4):
+        grads = some(device, dtype, step)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        opt.step()
+        lists = [grads, mine, m, v] + ([masters] if kind != "plain" else [])
+        common = (0.9, 0.999, 1e-8)
+        if kind == "capturable":
+            numbers = (torch.tensor([1e-2], device=device), *common, torch.tensor([step], dtype=torch.int32, device=device), mode, 1, 0.1,
+                       torch.ones(1, device=device))
+            multi_tensor_applier(multi_tensor_adam_capturable_master, flag(device), lists, *numbers)
+        else:
+            multi_tensor_applier(multi_tensor_adam, flag(device), lists, 1e-2, *common, step, mode, 1, 0.1)
+        before = [t.clone() for one in lists[1:] for t in one]
+        multi_tensor_applier(multi_tensor_adam, flag(device, 1), lists, 1e-2, *common, step, mode, 1, 0.1)
+        for got, want in zip([t for one in lists[1:] for t in one], before, strict=True):
+            same(got, want, "skipped")
+    for i, (p, q) in enumerate(zip(params, mine, strict=True)):
+        same(q, p, i)
+        same(m[i], opt.state[p]["exp_avg"], i)
+        if kind != "plain":
+            same(masters[i], opt.state[p]["master_param"], i)
+
+
+def test_adam_without_bias_correction_and_with_a_loss_scale(device):
+    (g,), (p,) = [torch.full((4,), 8.0, device=device)], [torch.zeros(4, device=device)]
+    m, v = torch.zeros(4, device=device), torch.zeros(4, device=device)
+    one = torch.ones(1, device=device)
+    multi_tensor_adam_capturable(1, flag(device), [[g], [p], [m], [v]], one * 0.5, 0.5, 0.75, 0.0, one.int(), 1, 0, 0.0, one * 0.25)
+    same(m, torch.full((4,), 1.0), "m")  # 0.5 * 2
+    same(v, torch.full((4,), 1.0), "v")  # 0.25 * 4
+    same(p, torch.full((4,), -0.5), "p")
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.25}],
+                         ids=["plain", "momentum", "nesterov", "dampening"])
+def test_sgd_is_torchs(device, options):
+    params, mine = [p.requires_grad_() for p in some(device)], some(device)
+    opt = torch.optim.SGD(params, lr=0.1, weight_decay=0.01, **options)
+    buffers, copies = [torch.zeros(s, device=device) for s in SHAPES], [torch.zeros(s, device=device, dtype=torch.bfloat16) for s in SHAPES]
+    for step in range(3):
+        grads = some(device, seed=step + 1)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        opt.step()
+        numbers = (0.01, options.get("momentum", 0.0), options.get("dampening", 0.0), 0.1, options.get("nesterov", False), step == 0, False)
+        multi_tensor_applier(multi_tensor_sgd, flag(device), [[g * 4 for g in grads], mine, buffers, copies], *numbers, 0.25)
+    before = [p.clone() for p in mine]
+    multi_tensor_sgd(1, flag(device, 1), [grads, mine, buffers], *numbers, 0.25)
+    for p, q, old, copy in zip(params, mine, before, copies, strict=True):
+        torch.testing.assert_close(q, p.detach(), rtol=8 * ULP, atol=8 * ULP)  # a rounding or two a step, in another order
+        same(q, old, "skipped")
+        same(copy, q.bfloat16(), "copy")
+
+
+def test_what_does_not_fit_is_refused(device):
+    a = some(device)
+    with pytest.raises(ShapeError, match="tensor_lists"):
+        multi_tensor_scale(1, flag(device), [a], 1.0)
+    with pytest.raises(ShapeError, match="as many tensors each"):
+        multi_tensor_scale(1, flag(device), [a, a[:1]], 1.0)
+    with pytest.raises(ShapeError, match="same shape"):
+        multi_tensor_scale(1, flag(device), [a[:1], a[1:2]], 1.0)
+    with pytest.raises(FormatError, match="moments"):
+        multi_tensor_adam(1, flag(device), [a, a, [t.half() for t in a], a], 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)

@@ -1,0 +1,187 @@
+"""``te.ops``, ``general_gemm``, ``FP8GlobalStateManager``, the packed rotary embedding: against the modules and formulas they stand for."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+from fp8kit_torch import fusible
+from fp8kit_torch.gemms import general_gemm
+from fp8kit_torch.global_state import FP8GlobalStateManager as State
+
+from fp8kit.errors import FormatError, Fp8kitError, ShapeError
+from fp8kit.ops.quant import fp8_from_recipe
+from fp8kit.testing.compare import relative_error
+
+from .twins import RECIPES, WIDTH, same
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_sequence_is_its_operations(device, recipe):
+    whole = fusible.Sequential(
+        fusible.LayerNorm(WIDTH, device=device), fusible.Linear(WIDTH, 64, device=device), fusible.MakeExtraOutput(),
+        fusible.SwiGLU(), fusible.BasicLinear(32, WIDTH, device=device), fusible.Bias(WIDTH, device=device), fusible.AddExtraInput(),
+        fusible.ConstantScale(0.5), fusible.Reshape((-1, WIDTH // 2)), fusible.Dropout(0.0), fusible.Identity())
+    norm, first, second = ft.LayerNorm(WIDTH, device=device), ft.Linear(WIDTH, 64, device=device), ft.Linear(32, WIDTH, device=device)
+    norm.load_state_dict(whole[0].state_dict())
+    with torch.no_grad():
+        whole[1].bias.normal_()
+        whole[5].bias.normal_()
+    first.load_state_dict(whole[1].state_dict())
+    second.load_state_dict({"weight": whole[4].weight, "bias": whole[5].bias})
+    x, extra = torch.randn(6, WIDTH, device=device), torch.randn(6, WIDTH, device=device)
+    with ft.autocast(enabled=recipe != "high", recipe=RECIPES[recipe]):
+        y, middle = whole(x, extra)
+        h = first(norm(x))
+        gate, linear = h.chunk(2, -1)
+        z = (second(torch.nn.functional.silu(gate) * linear) + extra) * 0.5
+    same(middle, h, "extra output")
+    # the product's input is rounded once or twice on its way; in FP8 a code may move by a step of 2^-3
+    assert relative_error(y.detach().reshape(6, WIDTH), z.detach()) < (1e-5 if recipe == "high" else 2.0**-5)
+    (y.sum() + middle.sum()).backward()
+    assert all(p.grad is not None for p in whole.parameters())
+
+
+@pytest.mark.parametrize("name", ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU",
+                                  "ClampedSwiGLU"])
+def test_activations_are_those_of_the_mlp(device, name):
+    """An MLP whose first weight and norm change nothing gives act(x) W2^T."""
+    kind = getattr(fusible, name)
+    activation = {"ClampedSwiGLU": "clamped_swiglu"}.get(name, name.lower())
+    x = torch.randn(5, 32, device=device) * 3
+    y = kind()(x)
+    plain = {"gelu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"), "qgelu": lambda t: t * torch.sigmoid(1.702 * t),
+             "relu": torch.relu, "srelu": lambda t: torch.relu(t) ** 2, "silu": torch.nn.functional.silu, "glu": torch.sigmoid}
+    gates = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu", "glu": "glu"}
+    wide = x.double()
+    if activation == "clamped_swiglu":
+        a, b = wide.chunk(2, -1)
+        a, b = a.clamp(max=7.0), b.clamp(-7.0, 7.0)
+        want = a * torch.sigmoid(1.702 * a) * (b + 1)
+    elif activation in gates:
+        a, b = wide.chunk(2, -1)
+        want = plain[gates[activation]](a) * b
+    else:
+        want = plain[activation](wide)
+    torch.testing.assert_close(y.double(), want, rtol=2.0**-19, atol=2.0**-19)
+
+
+def test_operations_refuse_what_they_do_not_do():
+    for make, word in ((lambda: fusible.Linear(8, 8, sequence_parallel=True), "sequence_parallel"),
+                       (lambda: fusible.GELU(cache_quantized_input=True), "cache_quantized_input"),
+                       (lambda: fusible.SwiGLU(glu_interleave_size=32), "glu_interleave_size"),
+                       (lambda: fusible.Bias(8, tensor_parallel=True), "tensor_parallel"),
+                       (lambda: fusible.RMSNorm(8, sm_margin=2), "sm_margin")):
+        with pytest.raises(NotImplementedError, match=word):
+            make()
+    with pytest.raises(Fp8kitError, match=r"extra_inputs: got 0, expected 1"):
+        fusible.Sequential(fusible.AddExtraInput())(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "current", "block"])
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_general_gemm(device, kind, layout):
+    m, n, k = 24, 32, 48
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    x, w, g = (torch.randn(shape, device=device).to(dtype) for shape in ((2, m // 2, k), (n, k), (2, m // 2, n)))
+    A, B = {"TN": (w, x), "NN": (w, g), "NT": (x, g)}[layout]
+    if kind in RECIPES:
+        fp8 = fp8_from_recipe(RECIPES[kind])
+        blocks = ft.quantized.held_as(fp8, "x")
+        A, B = (ft.QuantizedTensor.of(t, fp8) if t is w else ft.QuantizedTensor.cast(t, blocks) for t in (A, B))
+    a, b = (t.dequantize() if kind in RECIPES else t for t in (A, B))
+    a, b = (t.detach().double().cpu().reshape(-1, t.shape[-1]) for t in (a, b))
+    want = {"TN": lambda: b @ a.T, "NN": lambda: b @ a, "NT": lambda: b.T @ a}[layout]()
+    size = {"TN": lambda: b.abs() @ a.abs().T, "NN": lambda: b.abs() @ a.abs(), "NT": lambda: b.abs().T @ a.abs()}[layout]()
+    y, *rest = general_gemm(A, B, layout=layout, out_dtype=torch.float32, use_split_accumulator=True)
+    assert rest == [None] * 3
+    assert y.shape == ((n, k) if layout == "NT" else (2, m // 2, n if layout == "TN" else k))
+    # a GPU rounds float32 operands to TF32's 11 bits; codes turned by blocks are cast anew along the contraction, by 2^-4 of a value
+    slack = 2.0**-10 if kind in ("float32", "bfloat16", "current") or layout == "TN" else 2.0**-3
+    assert ((y.double().cpu().reshape(want.shape) - want).abs() <= slack * size + 1e-9).all()
+    twice = y.clone()
+    bias = torch.randn(y.shape[-1], device=device)
+    general_gemm(A, B, layout=layout, out=twice, accumulate=True, use_split_accumulator=True)
+    torch.testing.assert_close(twice, 2 * y, rtol=2.0**-20, atol=2.0**-20 * float(size.max()))
+    if dtype is torch.float32:
+        added, *_ = general_gemm(A, B, layout=layout, bias=bias, out_dtype=torch.float32, use_split_accumulator=True)
+        torch.testing.assert_close(added, y + bias, rtol=2.0**-20, atol=2.0**-20 * float(size.max()))
+
+
+def test_general_gemm_refuses():
+    a, b = torch.ones(4, 8), torch.ones(2, 8)
+    for options, word in (({"gelu": True}, "gelu"), ({"ub": 3}, "ub"), ({"alpha": 2.0}, "alpha"), ({"quantization_params": 1}, "quantiz")):
+        with pytest.raises(NotImplementedError, match=word):
+            general_gemm(a, b, **options)
+    with pytest.raises(ShapeError, match="one contraction"):
+        general_gemm(a, b, layout="NN")
+    with pytest.raises(ShapeError, match="layout"):
+        general_gemm(a, b, layout="TT")
+    with pytest.raises(FormatError, match="given to accumulate"):
+        general_gemm(a, b, accumulate=True)
+    with pytest.raises(FormatError, match="as B"):
+        general_gemm(a, b.half())
+    with pytest.raises(ShapeError, match="contiguous"):
+        general_gemm(a, b, out=torch.ones(4, 2))
+
+
+def test_the_state_of_the_moment():
+    recipe = RECIPES["current"]
+    assert not State.is_fp8_enabled()
+    assert State.get_fp8_recipe() == ft.get_default_recipe()
+    assert not State.is_first_fp8_module()
+    with ft.autocast(recipe=recipe, calibrating=True):
+        assert State.is_fp8_enabled()
+        assert State.is_fp8_calibration()
+        assert State.get_fp8_recipe() is recipe
+        assert State.get_fp8_group() is None
+        assert State.is_first_fp8_module()
+        assert not State.is_first_fp8_module()
+        with ft.autocast(enabled=False):
+            assert not State.is_fp8_enabled()
+            assert not State.is_first_fp8_module()
+    for _ in range(2):
+        with ft.autocast():
+            assert State.is_first_fp8_module()
+    with ft.quantized_model_init(preserve_high_precision_init_val=True):
+        assert State.with_fp8_parameters()
+        assert State.with_high_precision_init_val()
+    assert not State.with_fp8_parameters()
+    assert State.is_fp8_available() == ft.is_fp8_available(return_reason=True)
+    assert State.is_mxfp8_available()[0] is False
+    assert State.get_meta_tensor_key(False) == "scaling_bwd"
+    assert State.fp8_graph_capturing() is False
+    assert not hasattr(State, "autocast_enter")
+
+
+def test_reset_leaves_what_an_interrupted_program_left():
+    layer, x = ft.Linear(WIDTH, 40, device="cpu"), torch.randn(4, WIDTH)
+    ft.autocast().__enter__()
+    layer(x)
+    assert layer.fp8_meta["scaling_fwd"].amax_history[0].any()
+    State.reset()
+    assert not State.is_fp8_enabled()
+    assert not layer.fp8_meta["scaling_fwd"].amax_history.any()
+    with ft.autocast():
+        layer(x)
+    same(layer.fp8_meta["scaling_fwd"].amax_history[-1, 0], x.abs().max(), "amax")
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_the_packed_rotary_embedding(device, form):
+    s, b, g, ratio, d = 6, 2, 2, 3, 8
+    shape = (s, b) if form == "sbhd" else (b, s)
+    freqs, other = (ft.RotaryPositionEmbedding(d, rotary_base=base, device=device)(s) for base in (1e4, 1e2))
+    qkv = torch.randn(*shape, g, (ratio + 2) * d, device=device, requires_grad=True)
+    found = ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, other, [ratio * d, d, d], form)
+    parts = qkv.detach().split([ratio * d, d, d], -1)
+    q = ft.apply_rotary_pos_emb(parts[0].reshape(*shape, g * ratio, d), freqs, form)
+    for got, want in zip(found, (q, ft.apply_rotary_pos_emb(parts[1], other, form), parts[2]), strict=True):
+        same(got, want, "turned")
+    sum(t.sum() for t in found).backward()
+    assert qkv.grad.shape == qkv.shape
+    same(qkv.grad[..., -d:], torch.ones(*shape, g, d), "values' gradient")
+    with pytest.raises(NotImplementedError, match="cp_size"):
+        ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [ratio * d, d, d], cp_size=2)
+    with pytest.raises(ShapeError, match="qkv"):
+        ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [d, d, d])

@@ -1,0 +1,202 @@
+"""``python -m benchmarks``: parts by name, failures, verdicts from a recorded run, README's table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import error, parts, table, targets, train
+from fp8kit.arrays import CPU
+from fp8kit.bench import report as reports
+from fp8kit.bench.report import Part, Report, Setting
+from fp8kit.bench.sizes import FULL, SMALL
+from fp8kit.errors import Fp8kitError
+from tests.house.source import ROOT
+
+QUICK = ["--device", "cpu", "--rounds", "1"]
+
+
+def row(case, workload="layer 4096", status="ok", **figures):
+    return {"workload": workload, "case": case, "status": status, **figures}
+
+
+def recorded():
+    """A run as a good one would be: every target is reached, some only as they must."""
+    layer = []
+    for workload, base in (("layer 4096", 18.0), ("layer 2048", 2.7), ("layer 1024", 1.5), ("layer 768", 1.3)):
+        layer += [row(targets.EAGER, workload, gpu_ms=base, peak_gib=2.0), row(targets.CUDNN, workload, gpu_ms=base)]
+        layer += [row(door, workload, gpu_ms=0.54 * base, peak_gib=1.9) for door in targets.DOORS]
+    layer += [row(targets.COMPILED, gpu_ms=17.0), row("fp8kit native bf16", gpu_ms=16.0), row("skeleton", gpu_ms=9.9),
+              row("fp8kit native FP8 current", gpu_ms=10.0), row("fp8kit_torch FP8 current", gpu_ms=11.0),
+              row(targets.GRAPH, "layer 1024", gpu_ms=1.0), row(f"{targets.NATIVE}, graph", "layer 1024", gpu_ms=0.9)]  # fmt: skip
+    found = {"layer": layer, "host": [row(targets.NATIVE, host_us=150.0), row(targets.TORCH, host_us=301.0)],
+             "kernels": [row("all passes", of_copy=0.9)],
+             "start": [row("empty cache", seconds=7.0), row("warm cache", seconds=2.0)]}  # fmt: skip
+    about = {"machine": "a GPU", "versions": {"fp8kit": "0", "torch": "2"}, "settings": {"sizes": "full"}}
+    return Report(about, {name: {"status": "ok", "seconds": 1.0, "rows": rows} for name, rows in found.items()})
+
+
+def test_verdicts_by_hand():
+    found = {r["what"]: r for r in targets.evaluate(recorded())}
+    assert len(found) == 15
+    first = found["native FP8 delayed layer / torch eager bf16"]
+    assert (first["verdict"], first["value"]) == ("goal", pytest.approx(0.54))
+    assert found["native FP8 delayed layer / the skeleton of the same run"]["value"] == pytest.approx(9.72 / 9.9)
+    assert found["FP8 current scaling, both doors / torch eager bf16"]["value"] == pytest.approx(11 / 18)  # the slower door
+    verdicts = {what.partition(",")[0] if "Linear" in what else what: r["verdict"] for what, r in found.items()}
+    assert [v for v in verdicts.values() if v == "not measured"] == []
+    assert found["host time, native Linear FP8, 64 tokens, 256 to 256"]["verdict"] == "must"
+    assert found["host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256"]["verdict"] == "MISS"
+    assert found["memory-bound kernels: copy time of their bytes / their time"]["verdict"] == "must"
+    assert found["first step, empty kernel cache"]["verdict"] == "goal"
+    assert found["peak memory of the FP8 layer, both doors / torch eager bf16"]["verdict"] == "must"
+    assert found["hidden 1024 layer, FP8 graph / torch bf16 graph"]["verdict"] == "must"
+    text = targets.text(list(found.values()))
+    assert "MISS" in text
+    assert "301 us" in text
+
+
+def test_targets_at_their_edges():
+    run = recorded()
+    for key, value, verdict in (("of_copy", 0.85, "must"), ("of_copy", 0.8499, "MISS"), ("of_copy", 0.92, "goal")):
+        run.rows("kernels")[0][key] = value
+        assert targets.evaluate(run)[12]["verdict"] == verdict
+    for value, verdict in ((20.0, "must"), (20.01, "MISS"), (8.0, "goal")):
+        run.rows("start")[0]["seconds"] = value
+        assert targets.evaluate(run)[13]["verdict"] == verdict
+
+
+def test_a_wrong_result_or_a_missing_one_is_no_figure():
+    run = recorded()
+    run.rows("layer")[2]["status"] = "WRONG: errors"
+    del run.parts["start"]
+    found = targets.evaluate(run)
+    assert found[0]["verdict"] == "not measured"
+    assert found[0]["reason"] == "layer, fp8kit native FP8 delayed: WRONG: errors"
+    assert found[13]["reason"] == "start, empty cache: not measured"
+    run.about["settings"]["sizes"] = "small"
+    assert {r["verdict"] for r in targets.evaluate(run)} == {"not measured"}
+
+
+def test_a_run_in_small(tmp_path, capsys):
+    out = tmp_path / "deep" / "results"
+    assert command.main(["gemm", "error", "memory", *QUICK, "--out", str(out)]) == 0
+    made = reports.read(out / command.FILE)
+    assert list(made.parts) == ["gemm", "memory", "error"]
+    assert {"transformer_engine", "torchao", "torch"} <= set(made.about["versions"])
+    assert len(made.rows("error")) == 4
+    assert len(made.targets) == 15
+    assert (out / "roofline.png").exists()
+    said = capsys.readouterr().out
+    assert "torch._scaled_mm FP8" in said
+    assert "== targets" in said
+
+
+def test_a_part_that_fails_is_reported_and_hides_nothing(tmp_path, monkeypatch, capsys):
+    def failing(setting):
+        raise RuntimeError("it broke")
+
+    own = {part.name: part for part in parts.PARTS}
+    monkeypatch.setattr(parts, "PARTS", (replace(own["kernels"], run=failing), own["error"]))
+    assert command.main([*QUICK, "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "python -m benchmarks: FAILED: kernels: failed: RuntimeError: it broke\n"
+    assert reports.read(tmp_path / command.FILE).parts["error"]["status"] == "ok"
+
+
+def test_other_libraries_failures_are_not_this_runs(tmp_path, monkeypatch):
+    rows = [row("torch.compile bf16", status="failed: it"), row("Transformer Engine bf16", status="WRONG: by much"),
+            row("plain JAX bfloat16", status="failed: it")]  # fmt: skip
+    monkeypatch.setattr(parts, "PARTS", (Part("layer", "", lambda setting: rows),))
+    assert command.main([*QUICK, "--out", str(tmp_path)]) == 0
+    rows.append(row("fp8kit native bf16", status="WRONG: by much"))
+    assert command.main([*QUICK, "--out", str(tmp_path)]) == 1
+
+
+def test_parts_apart_are_taken_together(tmp_path, monkeypatch):
+    """A child that reports, one that dies, and one that hangs; children that are real take too long here."""
+
+    class Done:
+        returncode, stderr = -11, "Segmentation fault"
+
+    def child(order, **options):
+        name, out = order[3], order[5]
+        if name == "gemm":
+            raise command.subprocess.TimeoutExpired(order, 1)
+        if name == "error":
+            (tmp_path / "parts" / "error").mkdir(parents=True)
+            Report({"device": "cpu", "clocks": [{"a": "b"}]}, {"error": {"status": "ok", "seconds": 1.0, "rows": []}}).write(
+                tmp_path / "parts" / "error" / command.FILE)  # fmt: skip
+            assert out == str(tmp_path / "parts" / "error")
+        return Done()
+
+    monkeypatch.setattr(command.subprocess, "run", child)
+    assert command.main(["kernels", "gemm", "error", *QUICK, "--isolate", "--out", str(tmp_path)]) == 1
+    made = reports.read(tmp_path / command.FILE)
+    assert made.parts["kernels"]["status"] == "failed: the process ended with -11: Segmentation fault"
+    assert made.parts["gemm"]["status"].startswith("failed: no end after 600 s")
+    assert made.parts["error"]["status"] == "ok"
+    assert made.about["clocks"] == [{"a": "b"}]
+
+
+def test_usage(capsys, tmp_path):
+    assert command.main(["tea", "--out", str(tmp_path)]) == 2
+    assert "no such part: tea" in capsys.readouterr().err
+    assert command.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert all(part.name in said for part in parts.PARTS)
+    with pytest.raises(SystemExit):
+        command.main(["layer"])
+
+
+def test_a_linears_errors_are_the_roundings(tmp_path):
+    rows = {r["case"]: r for r in error.error_part(Setting(CPU, SMALL))}
+    assert rows["bfloat16"]["error_y"] < 2**-8
+    # two operands of E4M3: 2.6 % each (see the part's text), a gradient of E5M2 twice that
+    assert rows["DelayedScaling"]["error_y"] == pytest.approx(0.026 * 2**0.5, rel=0.15)
+    assert rows["DelayedScaling"]["error_dx"] == pytest.approx(0.026 * 5**0.5, rel=0.15)
+
+
+def test_training_writes_its_curves(tmp_path, capsys):
+    rows = train.train_part(Setting(CPU, SMALL, out=tmp_path), seeds=1, steps=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.csv", "loss.png", "result.json"]
+    assert rows[-1]["status"] == "ok"
+    assert json.loads((tmp_path / "result.json").read_text())["preset"]["name"] == "tiny"
+
+
+# --- README's table ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_the_run():
+    run = recorded()
+    run.targets = targets.evaluate(run)
+    made = table.table(run).splitlines()
+    assert made[0] == "a GPU, fp8kit 0, torch 2; one run, contenders in turn."
+    assert "| torch eager bf16 | 18.00 | 2.70 | 1.50 | 1.30 |" in made
+    assert "| skeleton | 9.90 |  |  |  |" in made
+    assert "| native FP8 delayed layer / torch eager bf16 | 0.540 | 0.6 | 0.55 | goal |" in made
+    assert "| first step, warm kernel cache | 2.00 s | 3 | 1.5 | must |" in made
+
+
+def test_markers():
+    text = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    assert table.with_table(text, "new\n") == f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
+    for wrong in ("none", table.BEGIN, f"{table.END}{table.BEGIN}", f"{text}{text}"):
+        with pytest.raises(Fp8kitError, match="expected one"):
+            table.with_table(wrong, "")
+
+
+def test_readmes_table_is_the_committed_files():
+    """Made by ``python -m benchmarks --table --update``."""
+    assert table.block((ROOT / "README.md").read_text()) == f"\n{table.committed()}"
+
+
+def test_sizes_of_the_targets():
+    """The layers that the targets are of, by name."""
+    assert {name: layer[:3] for name, layer in FULL.layers.items()} == {
+        "layer 4096": (4096, 16384, 32), "layer 2048": (2048, 8192, 16), "layer 1024": (1024, 4096, 16),
+        "layer 768": (768, 3072, 12)}  # fmt: skip
+    assert FULL.layers.keys() == SMALL.layers.keys()
+    assert FULL.linear == (64, 256, 256)

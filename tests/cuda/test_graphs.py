@@ -1,0 +1,243 @@
+"""``fk.graph``: a replayed training step has the bits of an eager one, and what cannot be captured says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit import arrays, nn
+from fp8kit.arrays import CPU, ArrayView
+from fp8kit.errors import BackendError, Fp8kitError
+from fp8kit.testing import assert_same_bits
+
+STEPS, WARMUP = 7, 2
+RECIPES = {
+    "high": None, "delayed": fk.recipe.DelayedScaling(amax_history_len=3), "current": fk.recipe.Float8CurrentScaling(),
+    "most recent": fk.recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"),
+}  # fmt: skip
+
+
+class Step:
+    """A model, its optimiser, and one step of training; the learning rate lies on the device."""
+
+    def __init__(self, device: str, recipe: Any) -> None:
+        nn.manual_seed(3)
+        self.first = nn.LayerNormLinear(32, 48, params_dtype="bfloat16", device=device)
+        self.drop = nn.Dropout(0.25)
+        self.second = nn.LayerNormMLP(48, 64, params_dtype="bfloat16", device=device)
+        self.lr = arrays.to(arrays.as_view(np.full(1, 1e-2, np.float32)), arrays.device(device))
+        self.opt = fk.optim.AdamW([*self.first.parameters(), *self.second.parameters()], lr=self.lr, weight_decay=0.1)
+        self.recipe = recipe
+        self.calls = 0
+
+    def __call__(self, x: Any, target: Any) -> Any:
+        self.calls += 1
+        with fk.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            y = self.second(self.drop(self.first(x)))
+        y.backward(target)
+        self.opt.step()
+        grads = {"bias": self.first.bias.grad}  # type: ignore[attr-defined]
+        self.opt.zero_grad()
+        return y, grads
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a step changes, on the host."""
+        found = {f"1.{name}": view.numpy() for name, view in self.first.state_dict().items()}
+        found |= {f"2.{name}": view.numpy() for name, view in self.second.state_dict().items()}
+        found |= {f"opt.{name}": view.numpy() for name, view in self.opt.state_dict().items()}
+        return found | {f"rng.{name}": value for name, value in nn.get_rng_state().items()}
+
+
+def batches(device: str) -> list[tuple[Any, Any]]:
+    rng = np.random.default_rng(5)
+    return [tuple(fk.tensor(rng.standard_normal((40, 32 if i == 0 else 48)).astype(np.float32), dtype="bfloat16", device=device)
+                  for i in range(2)) for _ in range(STEPS)]  # fmt: skip
+
+
+def run(device: str, recipe: Any, graphed: bool) -> tuple[list[Any], dict[str, Any], int]:
+    step = Step(device, recipe)
+    call: Any = fk.graph(step, warmup=WARMUP) if graphed else step
+    results = []
+    for i, (x, g) in enumerate(batches(device)):
+        if i == WARMUP + 2:
+            arrays.copy(step.lr, arrays.as_view(np.full(1, 3e-2, np.float32)))
+        y, grads = call(x, g.view)
+        results.append((y, grads["bias"]))
+    return [(y.numpy(), arrays.as_view(g).numpy()) for y, g in results], step.state(), step.calls
+
+
+def same_training(device: str, recipe: Any, calls: int) -> None:
+    with fk.deterministic(True):
+        wanted, state, _ = run(device, recipe, False)
+        got, other, counted = run(device, recipe, True)
+    assert counted == calls
+    for i, ((y, g), (want, grad)) in enumerate(zip(got, wanted, strict=True)):
+        assert_same_bits(f"y of step {i}", y, want)
+        assert_same_bits(f"gradient of step {i}", g, grad)
+    assert set(other) == set(state)
+    for name, value in state.items():
+        assert_same_bits(name, other[name], value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replays_train_as_eager_steps_do(recipe: str) -> None:
+    same_training("cuda", RECIPES[recipe], WARMUP + 1)
+
+
+@pytest.mark.gpu
+def test_a_transformer_layer_with_dropout() -> None:
+    results = []
+    for graphed in (False, True):
+        nn.manual_seed(9)
+        layer = nn.TransformerLayer(64, 128, 4, params_dtype="bfloat16", device="cuda")
+        opt = fk.optim.SGD(layer.parameters(), lr=1e-2, momentum=0.9)
+
+        def step(x: Any, layer: Any = layer, opt: Any = opt) -> Any:
+            with fk.autocast(recipe=RECIPES["delayed"]):
+                y = layer(x)
+            y.backward(y.view)
+            opt.step()
+            opt.zero_grad()
+            return y
+
+        call = fk.graph(step) if graphed else step
+        rng = np.random.default_rng(2)
+        with fk.deterministic(True):
+            out = [call(fk.tensor(rng.standard_normal((32, 2, 64)).astype(np.float32), dtype="bfloat16", device="cuda")) for _ in range(5)]
+        results.append([y.numpy() for y in out] + [view.numpy() for view in layer.state_dict().values()])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_same_bits("transformer", got, want)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_graph_stays_its_own() -> None:
+    """Whatever is allocated, freed and given back between replays, they give what they gave."""
+    import cupy
+
+    layer = nn.LayerNormMLP(32, 64, params_dtype="float32", device="cuda")
+    x = fk.tensor(np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32), device="cuda")
+    call = fk.graph(lambda x: layer(x), warmup=1)
+    first, second = call(x).numpy(), call(x).numpy()
+    assert_same_bits("capture", second, first)
+    for _ in range(4):
+        cupy.get_default_memory_pool().free_all_blocks()
+        trash = [cupy.full(n, 7.0, cupy.float32) for n in (10, 1000, 100_000, 1 << 22)]
+        with cupy.cuda.Stream(non_blocking=True) as other:
+            trash.append(cupy.full(1 << 22, 9.0, cupy.float32))
+            again = call(x).numpy()
+            other.synchronize()
+        del trash
+        assert_same_bits("replay", again, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["item", "numpy", "host array", "finite", "synchronize"])
+def test_what_the_host_waits_for_cannot_be_captured(what: str) -> None:
+    layer = nn.Linear(32, 32, device="cuda")
+    x = fk.tensor(np.ones((16, 32), np.float32), device="cuda")
+
+    def step(x: Any) -> Any:
+        if what == "host array":
+            x = fk.tensor(np.ones((16, 32), np.float32), device="cuda")
+        with fk.autocast(check_finite=what == "finite"):
+            y = layer(x)
+        if what == "item":
+            (y.view.slice(0, 0, 1).slice(1, 0, 1)).numpy().item()
+        if what == "numpy":
+            y.numpy()
+        if what == "synchronize":
+            fk.synchronize(arrays.device("cuda"))
+        return y
+
+    call = fk.graph(step, warmup=1)
+    want = call(x).numpy()
+    for _ in range(2):
+        with pytest.raises(BackendError, match=r"graph: function: got a (copy between host and device|wait for the device)"):
+            call(x)
+    assert_same_bits("eager again", step(x).numpy(), want)
+
+
+# --- what needs no GPU: the CPU in the part of a device that captures -------------------------------------------------
+
+
+class Recording:
+    """Work that is done at each launch, as a graph's is, and not at the capture, which returns buffers of the right kind."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        blank = fk.tensor(np.zeros((40, 48), np.float32), dtype="bfloat16")
+        self.result = (blank, {"bias": arrays.zeros((48,), blank.dtype, CPU)})
+
+    def launch(self) -> None:
+        for own, fresh in zip(self.views(self.result), self.views(self.function()), strict=True):
+            arrays.copy(own, fresh)
+
+    @staticmethod
+    def views(result: Any) -> list[ArrayView]:
+        y, grads = result
+        return [y.view, arrays.as_view(grads["bias"])]
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(device: Any, function: Any) -> Any:
+        recording = Recording(function)
+        return recording.result, recording
+
+    monkeypatch.setattr(type(arrays.provider(CPU)), "capture", staticmethod(capture), raising=False)
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("recipe", ["high", "delayed"])
+def test_each_call_is_one_step_with_its_own_arguments_and_results(recipe: str) -> None:
+    same_training("cpu", RECIPES[recipe], STEPS)
+
+
+@pytest.mark.usefixtures("capturing")
+def test_arguments_stay_as_they_were() -> None:
+    call = fk.graph(lambda x, flag=True, many=(): (fk.tensor(np.zeros((40, 48)), dtype="bfloat16"), {"bias": np.zeros(48, np.float32)}))
+    x = fk.tensor(np.ones((4, 4), np.float32))
+    call(x, flag=True, many=[x.view, {"a": x.numpy()}])
+    call(x, flag=True, many=[x.view, {"a": x.numpy()}])
+    for args, options in (
+        ((fk.tensor(np.ones((4, 5), np.float32)),), {"flag": True, "many": [x.view, {"a": x.numpy()}]}),
+        ((x,), {"flag": False, "many": [x.view, {"a": x.numpy()}]}),
+        ((x,), {"flag": True, "many": [x, {"a": x.numpy()}]}),
+        ((x,), {"flag": True, "many": [x.view, {"b": x.numpy()}]}),
+        ((x.view,), {"flag": True, "many": [x.view, {"a": x.numpy()}]}),
+        ((x,), {"flag": True}),
+        ((fk.tensor(np.ones((4, 4), np.float32), requires_grad=True),), {"flag": True, "many": [x.view, {"a": x.numpy()}]}),
+    ):
+        with pytest.raises(Fp8kitError, match=r"graph: arguments: got .* as at the first call"):
+            call(*args, **options)
+
+
+@pytest.mark.usefixtures("capturing")
+def test_arguments_are_leaves_of_their_own() -> None:
+    layer = nn.Linear(4, 4, device="cpu")
+
+    def step(x: Any) -> Any:
+        y = layer(x)
+        y.backward(np.ones((3, 4), np.float32))
+        assert x.grad is not None
+        return y
+
+    x = fk.tensor(np.ones((3, 4), np.float32), requires_grad=True)
+    y = fk.graph(step)(x)
+    assert x.grad is None
+    assert not y.requires_grad
+
+
+def test_refusals() -> None:
+    with pytest.raises(Fp8kitError, match="graph: function"):
+        fk.graph(3)  # type: ignore[arg-type]
+    with pytest.raises(Fp8kitError, match="graph: warmup"):
+        fk.graph(lambda: None, warmup=0)
+    with fk.use_backend("reference"), pytest.raises(BackendError, match="graph: arguments: got device cpu"):
+        fk.graph(lambda x: x)(np.ones(3, np.float32))
+    with fk.autocast(), pytest.raises(Fp8kitError, match="graph: call: got a call within autocast"):
+        fk.graph(lambda x: x)(np.ones(3, np.float32))

@@ -1,0 +1,166 @@
+"""Launching: what reaches the driver, byte by byte, read back by a stand-in for it."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.compile import Resources
+from fp8kit.errors import BackendError
+from fp8kit.raw_kernels import manifest
+
+_EX = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+_HANDLE = 1 << 44
+
+
+class Driver:
+    """Stands for ``cuLaunchKernelEx``: copies the configuration and the parameters as the driver would, by their sizes."""
+
+    def __init__(self, sizes: list[int], status: int = 0) -> None:
+        self.sizes, self.status = sizes, status
+        self.launches: list[tuple[Any, ...]] = []
+        self.addresses: list[int] = []
+        self.entry = _EX(self._launch)
+
+    def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
+        assert function == _HANDLE
+        assert extra is None
+        x, y, z, i, j, k, shared, stream, attributes, count = struct.unpack("=7I4xQQI4x", ctypes.string_at(config, 56))
+        assert (attributes, count) == (0, 0)
+        self.addresses = list((ctypes.c_uint64 * len(self.sizes)).from_address(parameters))
+        values = [ctypes.string_at(at, size) for at, size in zip(self.addresses, self.sizes, strict=True)]
+        self.launches.append(((x, y, z), (i, j, k), shared, stream, *values))
+        return self.status
+
+
+def fake(parameters: str, monkeypatch: pytest.MonkeyPatch, structure: int = 0, status: int = 0) -> tuple[launch.Kernel, Driver]:
+    stand_in = Driver([structure if code == "s" else 8 for code in parameters], status)
+    monkeypatch.setattr(launch, "_launcher", lambda: (stand_in.entry, None))
+    monkeypatch.setattr(launch, "_thread", threading.local())
+    monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None))
+    raw = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=_HANDLE), max_dynamic_shared_size_bytes=0)
+    return launch.Kernel("fake", 0, raw, parameters, Resources(32, 0, 0, 0, 0)), stand_in
+
+
+def test_the_configuration_and_every_kind_of_number_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("qqdqdq", monkeypatch)
+    launch.launch(kernel, (3, 2), 128, (1 << 40, -5, 0.75, True, 1, np.int32(7)), 99, 1024)
+    launch.launch(kernel, 2**31 - 1, (32, 4, 2), (0, 2**62, np.float32(0.1), False, -0.0, 1), 1 << 47)
+    first, second = driver.launches
+    assert first[:4] == ((3, 2, 1), (128, 1, 1), 1024, 99)
+    assert b"".join(first[4:]) == struct.pack("=qqdqdq", 1 << 40, -5, 0.75, 1, 1.0, 7)
+    assert second[:4] == ((2**31 - 1, 1, 1), (32, 4, 2), 0, 1 << 47)
+    assert b"".join(second[4:]) == struct.pack("=qqdqdq", 0, 2**62, float(np.float32(0.1)), 0, -0.0, 1)
+
+
+@pytest.mark.parametrize("parameters", sorted({codes for source in manifest.sources() for codes in source.parameters.values()}))
+def test_every_parameter_list_of_the_sources(parameters: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(np.random.default_rng(5).integers(0, 256, 496, np.uint8))
+    kernel, driver = fake(parameters, monkeypatch, len(content))
+    values = [{"q": 1000 + i, "d": i + 0.5, "s": content}[code] for i, code in enumerate(parameters)]
+    launch.launch(kernel, 1, 32, values, 0)
+    layout = "=" + parameters.replace("s", f"{len(content)}s")
+    assert b"".join(driver.launches[0][4:]) == struct.pack(layout, *values)
+    if parameters.endswith("s"):
+        assert driver.addresses[-1] % 16 == 0
+
+
+@pytest.mark.parametrize("size", [8, 23, 48, 4096, 32000])
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_a_structure_by_value_of_any_size_lies_at_16_bytes(before: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q" * before + "s", monkeypatch, size)
+    for fill in (b"a", b"b"):
+        launch.launch(kernel, 1, 32, (*range(before), fill * size), 0)
+        assert driver.launches[-1][-1] == fill * size
+        assert driver.addresses[-1] % 16 == 0
+
+
+def test_a_grid_of_no_blocks_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    launch.launch(kernel, (0, 4), 32, (1,), 0)
+    launch.launch(kernel, 4, (32, 0), (1,), 0)
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize("args", [(1, 2), (1, 2, 0.5, 4, 5), (1, 0.5, 0.5, 4), ("x", 2, 0.5, 4), (1, 2, None, 4), (1, 2, b"12345678", 4)])
+def test_arguments_that_do_not_fit_are_refused(args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("qqdq", monkeypatch)
+    with pytest.raises(BackendError, match=r"launch of fake: args: got \(.*\), expected parameters 'qqdq'"):
+        launch.launch(kernel, 1, 32, args, 0)
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize("args", [(), (1,), (1, 2), (b"1", 2), (1, b"1" * 33000)])
+def test_structures_that_do_not_fit_are_refused(args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="launch of fake: args"):
+        launch.launch(fake("qs", monkeypatch, 8)[0], 1, 32, args, 0)
+
+
+def test_a_grid_beyond_32_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match="launch of fake: grid, block"):
+        launch.launch(fake("q", monkeypatch)[0], 2**32, 32, (1,), 0)
+
+
+def test_what_the_driver_refuses_is_said_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, _ = fake("q", monkeypatch, status=1)
+
+    def says(text: bytes) -> Any:
+        def ask(status: int, out: Any) -> int:
+            out._obj.value = text
+            return 0
+
+        return ask
+
+    names = types.SimpleNamespace(cuGetErrorName=says(b"CUDA_ERROR_INVALID_VALUE"), cuGetErrorString=says(b"invalid argument"))
+    monkeypatch.setattr(launch, "driver", lambda: names)
+    with pytest.raises(BackendError, match=r"launch of fake: CUDA_ERROR_INVALID_VALUE: invalid argument \(grid \(3, 1, 1\), block"):
+        launch.launch(kernel, 3, 32, (1,), 0)
+
+
+def test_much_shared_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    launch.launch(kernel, 1, 32, (1,), 0, 40 << 10)
+    assert kernel.raw.max_dynamic_shared_size_bytes == 0
+    launch.launch(kernel, 1, 32, (1,), 0, 100 << 10)
+    assert kernel.raw.max_dynamic_shared_size_bytes == 100 << 10
+    launch.launch(kernel, 1, 32, (1,), 0, 60 << 10)
+    assert kernel.raw.max_dynamic_shared_size_bytes == 100 << 10
+    assert [one[2] for one in driver.launches] == [40 << 10, 100 << 10, 60 << 10]
+
+
+def test_another_device_is_made_current_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    now = [1]
+    calls = types.SimpleNamespace(getDevice=lambda: now[0], setDevice=lambda device: now.__setitem__(0, device))
+    monkeypatch.setattr(launch, "runtime", lambda: calls)
+    seen: list[int] = []
+    entry = _EX(lambda *pointers: seen.append(now[0]) or 0)
+    monkeypatch.setattr(launch, "_launcher", lambda: (entry, calls.getDevice))
+    launch.launch(kernel, 1, 32, (1,), 0)
+    assert (seen, now) == ([0], [1])
+    assert driver.launches == []
+
+
+def test_threads_launch_from_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("qqs", monkeypatch, 64)
+
+    def work(i: int) -> None:
+        for n in range(200):
+            launch.launch(kernel, i + 1, 32, (i, n, bytes([i]) * 64), i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 800
+    for grid, _, _, stream, first, _, structure in driver.launches:
+        assert first == struct.pack("=q", stream)
+        assert (grid[0], structure) == (stream + 1, bytes([stream]) * 64)

@@ -1,0 +1,151 @@
+"""Plans are kept in bounded numbers, and are not destroyed while something may use them. No GPU is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import types
+from typing import Any
+
+import pytest
+
+from fp8kit.backends.cuda import cublaslt, cudnn_sdpa, launch
+from fp8kit.backends.cuda.attention_problem import Problem
+from fp8kit.backends.cuda.cublaslt import MatmulKey
+from fp8kit.backends.cuda.recent import Recent
+from fp8kit.formats import float32
+
+
+def test_the_least_recently_used_goes() -> None:
+    made: list[int] = []
+    gone: list[tuple[int, str]] = []
+
+    def make(key: int) -> str:
+        made.append(key)
+        return str(key)
+
+    recent = Recent(2, make, lambda key, value: gone.append((key, value)))
+    assert [recent(key) for key in (1, 2, 1, 3, 1, 2)] == ["1", "2", "1", "3", "1", "2"]
+    assert made == [1, 2, 3, 2]
+    assert gone == [(2, "2"), (3, "3")]
+    assert len(recent) == 2
+
+
+def test_an_error_is_passed_on_and_not_kept() -> None:
+    asked: list[int] = []
+
+    def make(key: int) -> int:
+        asked.append(key)
+        if len(asked) == 1:
+            raise ValueError("not yet")
+        return 10 * key
+
+    recent = Recent(2, make, lambda key, value: None)
+    with pytest.raises(ValueError, match="not yet"):
+        recent(7)
+    assert recent(7) == 70
+    assert asked == [7, 7]
+
+
+def test_threads_that_ask_at_once_get_the_same_value() -> None:
+    made: list[int] = []
+
+    def make(key: int) -> list[int]:
+        time.sleep(0.01)
+        made.append(key)
+        return [key]
+
+    recent = Recent(100, make, lambda key, value: None)
+    found: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: found.extend(recent(key) for key in range(5))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert made == list(range(5))
+    assert sorted(value[0] for value in found) == sorted(list(range(5)) * 4)
+    assert len({id(value) for value in found}) == 5
+
+
+class _Runtime:
+    """Stands for CuPy's runtime. ``capturing``: streams under capture."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+        self.capturing: set[int] = set()
+
+    def deviceSynchronize(self) -> None:
+        if self.capturing:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+        self.waited += 1
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        return stream in self.capturing
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
+    fake = _Runtime()
+    monkeypatch.setattr(launch, "runtime", lambda: fake)
+    monkeypatch.setattr(launch, "current_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(cudnn_sdpa, "_HELD", [])
+    return fake
+
+
+def _plan() -> tuple[cudnn_sdpa.Plan, list[int]]:
+    launched: list[int] = []
+    graph = types.SimpleNamespace(execute=lambda pointers, workspace, handle: launched.append(workspace))
+    return cudnn_sdpa.Plan(graph, 0), launched
+
+
+KEY = cudnn_sdpa.Key(Problem(1, 1, 1, 8, 8, 8, 8, "bfloat16", "sbhd", 1.0), 0, False, True, ())
+
+
+def test_a_retired_plan_waits_for_its_kernels_and_is_launched_no_more(runtime: _Runtime) -> None:
+    plan, launched = _plan()
+    assert cudnn_sdpa._launched(plan, {}, 5, None, 0)
+    cudnn_sdpa._retire(KEY, plan)
+    assert (runtime.waited, cudnn_sdpa._HELD) == (1, [])
+    assert not cudnn_sdpa._launched(plan, {}, 6, None, 0)
+    assert launched == [5]
+
+
+def test_a_plan_that_a_graph_may_hold_is_never_destroyed(runtime: _Runtime) -> None:
+    plan, _ = _plan()
+    runtime.capturing = {40}
+    assert cudnn_sdpa._launched(plan, {}, 5, None, 40)
+    runtime.capturing = set()
+    cudnn_sdpa._retire(KEY, plan)
+    assert (runtime.waited, cudnn_sdpa._HELD) == (0, [plan])
+
+
+def test_a_plan_is_held_where_waiting_is_not_allowed(runtime: _Runtime) -> None:
+    plan, _ = _plan()
+    runtime.capturing = {40}
+    cudnn_sdpa._retire(KEY, plan)
+    assert [plan] == cudnn_sdpa._HELD
+
+
+def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    destroyed: list[Any] = []
+
+    class _Plan:
+        def __init__(self, key: MatmulKey, device: int) -> None:
+            self._lt = types.SimpleNamespace(matmul_desc_destroy=destroyed.append, matrix_layout_destroy=destroyed.append)
+            self._description, self._layouts = key.m, (10, 11, 12)
+
+    monkeypatch.setattr(cublaslt, "Plan", _Plan)
+    cublaslt.plan.cache_clear()
+    try:
+        first = cublaslt.plan(MatmulKey(1, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
+        for m in range(2, cublaslt._KEPT + 3):
+            cublaslt.plan(MatmulKey(m, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
+        gc.collect()
+        assert destroyed == [2, 10, 11, 12]  # the first went too, but is used here
+        del first
+        gc.collect()
+        assert destroyed[4:] == [1, 10, 11, 12]
+    finally:
+        cublaslt.plan.cache_clear()

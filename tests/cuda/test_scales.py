@@ -1,0 +1,103 @@
+"""The update of many states as launches: variants, tables byte by byte, and what is put together once."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from fp8kit import scaling
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import launch, scales
+from fp8kit.formats import float32
+from fp8kit.nn import Linear
+from fp8kit.raw_kernels import manifest
+from fp8kit.recipe import DelayedScaling
+
+GPU = Device("cuda", 0)
+
+
+def states(count: int) -> tuple[tuple[ArrayView, ...], ...]:
+    return tuple(
+        tuple(ArrayView(1000 * (i + 1) + at, shape, float32, GPU) for i in range(count))
+        for at, shape in ((1, (3,)), (2, (3,)), (3, (16, 3)))
+    )
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "kernel", lambda source, function, index, **defines: (function, defines["STATES"]))
+    monkeypatch.setattr(launch, "launch", lambda *arguments: found.append(arguments))
+    monkeypatch.setattr(scales, "_BATCHES", {})
+    return found
+
+
+def test_the_variants_are_those_of_the_source() -> None:
+    assert {dict(v)["STATES"] for v in manifest.source("scales.cu").variants} == set(map(str, scales._STATES))
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 96, 97, 200])
+def test_every_state_travels_once(count: int, launches: list[tuple[Any, ...]]) -> None:
+    parts = states(count)
+    scales.update_delayed_(*parts, [448.0 + i for i in range(count)], 2, True, 77)
+    seen = []
+    for (function, room), grid, block, (most_recent, table), stream in launches:
+        assert (function, block, most_recent, stream) == ("update_delayed", 128, True, 77)
+        assert len(table) == 40 * int(room)
+        assert grid[0] <= int(room)
+        assert grid[1] == 3
+        rows = list(struct.iter_unpack("=QQQiifi", table))
+        seen += rows[: grid[0]]
+        assert not any(any(row) for row in rows[grid[0] :])
+    assert seen == [(1000 * (i + 1) + 1, 1000 * (i + 1) + 2, 1000 * (i + 1) + 3, 3, 16, (448.0 + i) / 4, 0) for i in range(count)]
+    assert [one[0][1] for one in launches] == ["8" if n <= 8 else "96" for n in [96] * (count // 96) + ([count % 96] if count % 96 else [])]
+
+
+def test_tables_are_put_together_once_for_the_same_tuples(launches: list[tuple[Any, ...]]) -> None:
+    parts, maxima = states(3), (448.0,) * 3
+    for margin, values in ((0, maxima), (0, maxima), (1, maxima), (1, (57344.0,) * 3), (1, (57344.0,) * 3)):
+        scales.update_delayed_(*parts, values, margin, False, 0)
+    first, again, wider, other, last = (one[3][1] for one in launches)
+    assert first is again
+    assert other is last
+    assert len({first, wider, other}) == 3
+    lists = [list(part) for part in parts]
+    scales.update_delayed_(*lists, [448.0] * 3, 0, False, 0)
+    lists[0][0] = ArrayView(5, (3,), float32, GPU)
+    scales.update_delayed_(*lists, [448.0] * 3, 0, False, 0)
+    assert launches[-2][3][1] == first
+    assert launches[-1][3][1] != first
+
+
+def test_a_hot_update_hands_over_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    real = dispatch.kernels
+    layers = [Linear(16, 16, device="cpu") for _ in range(3)]
+    recipe = DelayedScaling(amax_history_len=4)
+    for layer in layers:
+        layer._wire(recipe, True)
+    own = [layer.fp8_meta["scaling_fwd"] for layer in layers]
+
+    class Kernels:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real(own[0].device), name)
+
+        def update_delayed_(self, *arguments: Any) -> None:
+            calls.append(arguments)
+
+    monkeypatch.setattr(dispatch, "kernels", lambda device: Kernels())
+    monkeypatch.setattr(scaling, "_BATCHES", {})
+    for _ in range(2):
+        scaling.update(recipe, own, 448.0)
+    assert all(a is b for a, b in zip(calls[0][:4], calls[1][:4], strict=True))
+    assert [view.ptr for view in calls[0][2]] == [state.views["amax_history"].ptr for state in own]
+    own[1].resize(6)
+    scaling.update(recipe, own, 448.0)
+    assert [view.ptr for view in calls[2][2]] == [state.views["amax_history"].ptr for state in own]
+    scaling.update(recipe, own[:2], 448.0)
+    assert len(calls[3][0]) == 2
+    scaling.update(recipe, own[:2], 57344.0)
+    assert calls[4][3] == (57344.0, 57344.0)

@@ -1,0 +1,209 @@
+"""``fp8kit kernels``, and the page about it: every command there runs, and ends as the page says."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import fp8kit as fk
+from fp8kit import arrays, cli
+from fp8kit.backends.cuda import compile as compiler
+from fp8kit.backends.protocol import KERNELS, signature
+from fp8kit.commands import kernels
+from fp8kit.errors import BackendError
+from fp8kit.lab import native, sources
+from fp8kit.lab.timing import ARGUMENTS
+from fp8kit.raw_kernels import manifest
+from tests.house.source import ROOT
+
+PAGE = ROOT / "docs/kernel_lab.md"
+COMMANDS = [line for line in PAGE.read_text().splitlines() if line.startswith("fp8kit kernels ")]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files go to a folder of the test's own, compiled kernels to one of this module's."""
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(cache))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether there is one; where there is, also as if there were none."""
+    if not request.param:
+        monkeypatch.setattr(arrays.provider(arrays.device("cuda")), "count", lambda: 0, raising=False)
+    return bool(request.param)
+
+
+def test_every_command_of_the_page(gpu: bool, own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(COMMANDS) >= 13
+    for line in COMMANDS:
+        words, _, remark = line.partition("#")
+        arguments = shlex.split(words)
+        assert arguments.pop(0) == "fp8kit"
+        into = arguments.pop() if ">" in arguments else None
+        if into is not None:
+            assert arguments.pop() == ">"
+        out = io.StringIO()
+        with redirect_stdout(out):
+            status = cli.main(arguments)
+        if into is not None:
+            (own_folders / into).write_text(out.getvalue())
+        expected = int(remark.split()[0]) if "without a GPU" in remark and not gpu else 0
+        said = capsys.readouterr().err
+        if "nvdisasm" in remark and status == 1:
+            assert "needs nvdisasm or cuobjdump, neither is installed" in said
+            continue
+        assert status == expected, (line, said)
+        assert out.getvalue().strip() or status, line
+        if status:
+            assert "it needs a GPU" in said
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        status = cli.main(["kernels", *arguments])
+    return status, out.getvalue()
+
+
+def test_list_has_every_kernel_with_its_resources(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = run("list", "--arch", "sm_90a")
+    assert status == 0
+    head, *rows = out.splitlines()
+    assert head.split() == ["kernel", "operations", "variants", "shown", "for", "sm_90a", "registers", "shared", "spills"]
+    assert len(rows) == sum(len(entry.functions) for entry in manifest.sources())
+    line = next(row for row in rows if row.startswith("quantize.cu:quantize_transpose "))
+    assert re.search(r" quantize_transpose +FORMAT=e4m3,e5m2; T=f32,bf16,f16 +FORMAT=e4m3,T=bf16 +\d+ +\d+ +0$", line)
+    assert all(row.endswith(" 0") for row in rows)  # nothing spills
+    assert not capsys.readouterr().err
+
+
+def test_without_nvrtc_the_columns_are_blank_and_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise BackendError("compile: NVRTC cannot be loaded")
+
+    monkeypatch.setattr(compiler, "nvrtc_version", refuse)
+    status, out = run("list", "--arch", "sm_90a")
+    assert status == 0
+    assert re.search(r"^elementwise\.cu:add +add +T=f32,bf16,f16 +T=bf16$", out, re.MULTILINE)
+    assert "no resources: compile: NVRTC cannot be loaded" in capsys.readouterr().err
+
+
+def test_show_prints_source_ptx_and_machine_code(
+    monkeypatch: pytest.MonkeyPatch, own_folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("show", "rope.cu")[1].partition("\n")[2].rstrip() == manifest.text("rope.cu").rstrip()
+    _, out = run("show", "quantize_fp8", "--ptx", "--arch", "sm_90a", "--variant", "T=f16")
+    assert "// quantize.cu, FORMAT=e4m3,T=f16, sm_90a" in out
+    assert ".target sm_90a" in out
+    assert ".entry quantize_fp8" in out
+    monkeypatch.setattr(sources.shutil, "which", lambda program: None)
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    assert run("show", "rope.cu", "--sass")[0] == 1
+    assert "needs nvdisasm or cuobjdump, neither is installed: pip install nvidia-cuda-nvdisasm" in capsys.readouterr().err
+    tool = own_folders / "nvidia/cu13/bin/cuobjdump"
+    tool.parent.mkdir(parents=True)
+    tool.write_text('#!/bin/sh\n[ "$1" = -sass ] && [ -s "$2" ] && echo "Function : rope"\n')
+    tool.chmod(0o755)
+    place = SimpleNamespace(submodule_search_locations=[str(own_folders / "nvidia")])
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: place)
+    assert "Function : rope" in run("show", "rope.cu", "--sass")[1]
+
+
+SAID = {
+    ("show", "quantise_transpose"): r"got 'quantise_transpose', expected .*\(quantize_transpose",
+    ("show", "gemm_workspace"): "this one launches none",
+    ("show", "rope", "--ptx", "--variant", "T=f8"): "variant: got 'T=f8', expected defines of rope.cu, such as T=f32",
+    ("show", "rope", "--ptx", "--variant", "f8"): "variant: got 'f8'",
+    ("check", "add", "--device", "moon"): "got 'moon'",
+    ("check", "add", "--only", "no such case", "--device", "cpu"): "with cases 'no such case'",
+    ("bench", "add", "--shape", "4", "100", "--device", "cpu"): r"shape: got \(4, 100\), expected .* multiple of 128",
+    ("watch", "nothing.cu"): "got 'nothing.cu', expected a .cu file",
+    ("compile", "rope", "--arch", "sm_1"): "for sm_1 failed",
+}
+
+
+@pytest.mark.parametrize("arguments", SAID)
+def test_refusals_are_one_word_from_the_cause(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments)[0] == 1
+    assert re.search(SAID[arguments], capsys.readouterr().err)
+
+
+def test_names_are_found() -> None:
+    assert sources.find("quantize").operations == ("quantize",)  # an operation before a source of that stem
+    assert [part.entry.name for part in sources.find("quantize").parts] == ["quantize.cu", "quantize_any.cu", "amax.cu"]
+    assert sources.find("quantize.cu").operations == ("quantize", "dequantize", "quantize_transpose")
+    assert sources.find("column_sums").operations == ("quantize_transpose", "dropout_bwd", "sum_rows")
+    assert sources.find("embedding").operations == ("embedding_fwd", "embedding_bwd")
+    assert set(ARGUMENTS) == {name for name in KERNELS if "stream" in signature(name).parameters}
+
+
+def test_a_file_that_stands_for_nothing_is_refused(own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text, said in (("a.cu", "int x;", "its functions (none) are not the functions of any source"),
+                             ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "rope: parameters 'q', in rope.cu they are")):
+        (own_folders / name).write_text(text)
+        assert run("compile", name)[0] == 1
+        assert said in capsys.readouterr().err
+
+
+def test_a_wrong_implementation_is_told_by_the_status(gpu: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with fk.override("add", lambda a, b, out, stream: native(out).fill(0)):
+        status, out = run("check", "add", "--device", "cuda" if gpu else "cpu")
+    assert status == 1
+    assert re.search(r"add: override\.add on \S+: 15 cases, 12 WRONG", out)
+    assert "  float32-561-561: add: 561 of 561 differ, first at (0, 0): got " in out
+
+
+def test_diff_shows_source_and_resources(gpu: bool, own_folders: Path) -> None:
+    (own_folders / "mine.cu").write_text(manifest.text("drop_path.cu").replace("256)", "128)"))
+    status, out = run("diff", "drop_path", "mine.cu")
+    assert status == 0 or gpu
+    assert re.search(r"^-.*__launch_bounds__\(256\)", out, re.MULTILINE)
+    assert re.search(r"^\+.*__launch_bounds__\(128\)", out, re.MULTILINE)
+    assert re.search(r"^drop_path +\d+ +\d+ +0 +0 +0 +0$", out, re.MULTILINE)
+    assert ("time and errors of both: they need a GPU" in out) != gpu
+    assert "the sources are the same" in run("diff", "rope_fwd", "rope.cu")[1]
+
+
+def test_watch_looks_again_at_every_change(own_folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays.provider(arrays.device("cuda")), "count", lambda: 0, raising=False)
+    path, header = own_folders / "mine.cu", own_folders / "mine.cuh"
+    good = manifest.text("drop_path.cu") + '#include "mine.cuh"\n'
+    path.write_text(good)
+    header.write_text("")
+    edits = [lambda: None, lambda: path.write_text(good.replace("rng", "no_such_name")), lambda: path.unlink(),
+             lambda: path.write_text(good), lambda: header.write_text("// changed\n")]
+
+    def sleep(seconds: float) -> None:
+        assert seconds == kernels.POLL
+        edits.pop(0)()
+
+    assert kernels.watch(path, "sm_90a", 5, sleep) == 0
+    assert not edits
+    said = capsys.readouterr()
+    assert said.out.count("--- mine.cu") == 5
+    assert len(re.findall(r"mine\.cu:drop_path +T=bf16 +\d+ +0 +0", said.out)) == 3
+    assert said.out.count("it needs a GPU") == 3
+    assert "no_such_name" in said.err
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels.time, "sleep", interrupt)
+    monkeypatch.setattr(kernels.watch, "__defaults__", (None, interrupt))
+    assert cli.main(["kernels", "watch", "mine.cu"]) == 130

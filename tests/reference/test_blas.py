@@ -1,0 +1,144 @@
+"""Matrix products that are cut into parts: values, the number of OpenBLAS's threads, callers that come at once, forked children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from fp8kit.backends.reference import blas
+from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
+
+
+class Library:
+    """Stands for OpenBLAS with so many threads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.seen: list[int] = []
+
+    def threads(self) -> int:
+        return self.count
+
+    def set_threads(self, count: int) -> None:
+        self.count = count
+        self.seen.append(count)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    fake = Library(3)
+    monkeypatch.setattr(blas, "_openblas", lambda: fake)
+    monkeypatch.setattr(blas, "_PART", 1 << 10)
+    return fake
+
+
+def operands(m: int, k: int, n: int, turned: bool) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(m + k + n)
+    left = random.standard_normal((k, m) if turned else (m, k)).astype(np.float32)
+    right = random.standard_normal((n, k) if turned else (k, n)).astype(np.float32)
+    return (left.T, right.T) if turned else (left, right)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(100, 40, 30), (30, 40, 100), (17, 33, 65), (33, 500, 3), (1, 64, 1000), (16, 200, 16), (0, 5, 7)]
+)
+def test_values(library: Library, m: int, k: int, n: int, turned: bool) -> None:
+    left, right = operands(m, k, n, turned)
+    want, size = left.astype(np.float64) @ right.astype(np.float64), np.abs(left.astype(np.float64)) @ np.abs(right)
+    made = blas.matmul(left, right)
+    assert_close("product", made, want, "float32", sum_slack(size, k))
+    out = np.full((m, n), np.nan, np.float32)
+    assert blas.matmul(left, right, out) is out
+    assert_same_bits("into a given array", out, made)
+    assert library.count == 3
+
+
+@pytest.mark.parametrize(("size", "count"), [(100, 3), (16, 2), (17, 2), (1000, 7), (5, 4), (96, 3)])
+def test_parts_cover_everything_once(size: int, count: int) -> None:
+    cuts = list(blas._cuts(size, count))
+    assert len(cuts) <= count
+    assert [i for cut in cuts for i in range(size)[cut]] == list(range(size))
+
+
+def test_small_products_and_one_thread_are_left_alone(library: Library) -> None:
+    blas.matmul(*operands(8, 8, 8, False))
+    library.count = 1
+    blas.matmul(*operands(100, 40, 30, False))
+    assert library.seen == []
+
+
+def test_openblas_works_in_one_thread_meanwhile_and_has_its_threads_back(library: Library) -> None:
+    with blas._one_thread:
+        assert library.count == 1
+        with blas._one_thread:
+            assert blas._one_thread.threads(library) == 3  # type: ignore[arg-type]
+        assert library.count == 1
+    assert library.seen == [1, 3]
+
+
+def test_callers_at_once(library: Library) -> None:
+    left, right = operands(200, 60, 50, False)
+    want = blas.matmul(left, right)
+    with ThreadPoolExecutor(6) as pool:
+        for found in pool.map(lambda _: blas.matmul(left, right), range(60)):
+            assert_same_bits("product", found, want)
+    assert library.count == 3
+
+
+def test_what_is_not_finite_is_silent_in_every_thread(library: Library) -> None:
+    left, right = operands(200, 60, 50, False)
+    left[::7, 3], right[3] = np.inf, 0
+    with np.errstate(all="ignore"):
+        assert_same_bits("product", np.isnan(blas.matmul(left, right)), np.isnan(left @ right))
+
+
+def test_an_error_of_a_helper_reaches_the_caller(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = threading.current_thread()
+    begun = threading.Event()
+    real = blas._work
+
+    def work(parts: object) -> None:
+        if threading.current_thread() is main:
+            assert begun.wait(30)
+            real(parts)  # type: ignore[arg-type]
+        else:
+            begun.set()
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(blas, "_work", work)
+    with pytest.raises(MemoryError, match="no room"):
+        blas.matmul(*operands(200, 60, 50, False))
+    assert library.count == 3
+
+
+CHILD = """
+import os
+import numpy as np
+from fp8kit.backends.reference import blas
+blas._PART = 1 << 10
+library = blas._openblas()
+assert library is not None, "NumPy's OpenBLAS is not found"
+library.set_threads(2)
+random = np.random.default_rng(1)
+left, right = random.standard_normal((200, 60)).astype(np.float32), random.standard_normal((60, 50)).astype(np.float32)
+want = blas.matmul(left, right)
+np.testing.assert_allclose(want, left @ right, rtol=1e-4, atol=1e-5)
+with blas._one_thread:
+    child = os.fork()
+    if child == 0:
+        fine = library.threads() == 2 and (blas.matmul(left, right) == want).all() and library.threads() == 2
+        os._exit(0 if fine else 3)
+    assert os.waitpid(child, 0)[1] == 0
+assert library.threads() == 2
+"""
+
+
+def test_numpys_own_library_and_forked_children() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,142 @@
+"""``fk.warmup``: which variants, compiled how often, and that it changes nothing but caches."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit import nn
+from fp8kit.arrays import CPU
+from fp8kit.autograd import rules
+from fp8kit.backends import cuda, dispatch
+from fp8kit.backends.activation import ACTIVATIONS
+from fp8kit.backends.cuda import compile as kernel_compiler
+from fp8kit.backends.protocol import KERNELS
+from fp8kit.raw_kernels import manifest
+from fp8kit.warmup import Warmup, variants
+from tests.house.source import ROOT
+
+module = sys.modules["fp8kit.warmup"]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_variants_are_the_manifests(dtype, activation, blocks):
+    found = variants(dtype, activation, blocks)
+    assert len({str(variant) for variant in found}) == len(found)
+    for source, defines in found:
+        assert manifest.defines(**defines) in manifest.source(source).variants, (source, defines)
+
+
+RECIPES = {"delayed": fk.recipe.DelayedScaling(), "current": fk.recipe.Float8CurrentScaling(), "block": fk.recipe.Float8BlockScaling()}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch):
+    """The contract's kernels that a step calls, by the sources that the CUDA engine's modules name for them."""
+    called = set()
+    own = dispatch.kernels(CPU)
+
+    def spied(kernel):
+        def call(*given, **options):
+            called.add(kernel)
+            return getattr(own, kernel)(*given, **options)
+
+        return call
+
+    every = SimpleNamespace(policy=own.policy, **{kernel: spied(kernel) for kernel in KERNELS})
+    monkeypatch.setattr(rules.dispatch, "kernels", lambda device: every)
+    layer = nn.TransformerLayer(32, 64, 2, params_dtype="bfloat16", device="cpu")
+    optimizer = fk.optim.AdamW(layer.parameters(), lr=1e-3)
+    with fk.autocast(recipe=RECIPES[name]):
+        y = layer(fk.tensor(np.ones((16, 1, 32), np.float32), dtype="bfloat16", device="cpu"))
+    nn.cross_entropy(y.reshape(16, 32), fk.tensor(np.arange(16), device="cpu")).backward()
+    optimizer.step()
+    sources = {source for source, _ in variants("bfloat16", "gelu", name == "block")}
+    missing = []
+    for kernel in called:
+        stem = next(stem for stem, kernels in cuda.IMPLEMENTATIONS.items() if kernel in kernels)
+        named = set(re.findall(r'"(\w+\.cu)"', (ROOT / f"fp8kit/backends/cuda/{stem}.py").read_text()))
+        if named and not named & sources and stem != "gemm":  # gemm.cu is for products of odd sizes
+            missing.append(kernel)
+    assert {"norm_fwd", "act_bwd", "adamw_", "cross_entropy_fwd"} <= called
+    assert not missing
+
+
+@pytest.fixture
+def two(monkeypatch, tmp_path):
+    """Two small variants, a cache of their own, and what NVRTC is asked for."""
+    asked = []
+    compiled = kernel_compiler._compile
+
+    def counted(name, defines, arch):
+        asked.append((name, dict(defines), arch))
+        return compiled(name, defines, arch)
+
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {}), ("kv_cache.cu", {"W": "u16"})])
+    monkeypatch.setattr(kernel_compiler, "_compile", counted)
+    return asked
+
+
+def test_compiles_ahead_for_another_machine_and_once(two):
+    first = fk.warmup(64, arch="sm_90a", threads=2)
+    assert sorted(two) == [("kv_cache.cu", {"W": "u16"}, "sm_90a"), ("scales.cu", {}, "sm_90a")]
+    assert [name for name, _ in sorted(first.compiled)] == ["kv_cache.cu W=u16", "scales.cu"]
+    assert (first.found, first.step_seconds) == (0, None)
+    again = fk.warmup(64, arch="sm_90a")
+    assert (again.compiled, again.found, len(two)) == ((), 2, 2)
+    assert "0 variants compiled" in str(again)
+
+
+def test_says_what_it_did():
+    said = str(Warmup((("norm.cu T=bf16", 1.5), ("amax.cu T=bf16", 0.5)), 3, 1.6, 0.25)).splitlines()
+    assert said[0].split() == ["norm.cu", "T=bf16", "1.50", "s"]
+    assert said[-2:] == ["2 variants compiled in 1.60 s (one by one 2.00 s), 3 were in the cache", "two steps of the layer: 0.25 s"]
+
+
+def test_draws_no_random_number_and_leaves_no_scales():
+    fk.manual_seed(5)
+    before = {name: np.asarray(value).tobytes() for name, value in nn.get_rng_state().items()}
+    done = fk.warmup(32, 64, 2, sequence=16, device="cpu")
+    assert done.step_seconds > 0
+    assert {name: np.asarray(value).tobytes() for name, value in nn.get_rng_state().items()} == before
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"hidden": 0}, "hidden: got 0"), ({"arch": "hopper"}, "arch: got 'hopper', expected such as \"sm_90a\""),
+    ({"threads": 0}, "threads: got 0"), ({"dtype": "uint8"}, "dtype: got fp8kit.uint8"),
+    ({"recipe": "delayed"}, "expected a Recipe or None"), ({"activation": "tanh"}, "activation"),
+    ({"hidden": 10, "heads": 3, "device": "cpu"}, "hidden_size: got 10"),
+])  # fmt: skip
+def test_refuses(given, said):
+    with pytest.raises(fk.Fp8kitError, match=re.escape(said)):
+        fk.warmup(**given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_after_it_nothing_is_compiled(name, monkeypatch):
+    """A whole training step on a GPU, optimiser and loss included: every cubin is there."""
+    done = fk.warmup(64, 128, 2, sequence=32, batch=2, recipe=RECIPES[name], device="cuda")
+    assert done.step_seconds is not None
+
+    def refuse(*given):
+        raise AssertionError(f"compiled: {given[:2]}")
+
+    monkeypatch.setattr(kernel_compiler, "_compile", refuse)
+    layer = nn.TransformerLayer(64, 128, 2, params_dtype="bfloat16", device="cuda")
+    optimizer = fk.optim.AdamW(layer.parameters(), lr=1e-3)
+    with fk.autocast(recipe=RECIPES[name]):
+        y = layer(fk.tensor(np.ones((32, 2, 64), np.float32), dtype="bfloat16", device="cuda"))
+    nn.cross_entropy(y.reshape(64, 64), fk.tensor(np.arange(64), device="cuda")).backward()
+    fk.optim.clip_grad_norm_(layer.parameters(), 1.0)
+    optimizer.step()
+    fk.synchronize("cuda")
+    assert np.isfinite(y.numpy().astype(np.float32)).all()
