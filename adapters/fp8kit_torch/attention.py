@@ -61,7 +61,7 @@ class MultiheadAttention(torch.nn.Module):
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         positive(op, **{n: v for n, v in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)) if v is not None})
         if kv_channels is None and hidden_size % num_attention_heads:
-            raise ArgumentError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels given"))
+            raise ArgumentError(expected(op, "hidden_size", hidden_size, f"a multiple of {num_attention_heads} heads, or kv_channels"))
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         core = DotProductAttention(
             num_attention_heads, channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, window_size,

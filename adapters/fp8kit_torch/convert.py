@@ -118,7 +118,7 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     be replaced.
     """
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
-        raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: a layer cannot replace itself"))
+        raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: no layer can replace itself"))
     swapped: dict[nn.Module, nn.Module] = {}
     for parent, name, child, path in list(_children(model)):
         if filter_fn is not None and not filter_fn(child, path):

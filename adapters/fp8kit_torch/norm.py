@@ -38,7 +38,7 @@ class _Norm(ParameterModule):
         operation = type(self).__name__
         refuse(operation, CONSTRUCTOR[self.normalization], {"sequence_parallel": sequence_parallel, **other})
         if (normalized_shape is None) == (hidden_size is None):
-            raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "exactly one of normalized_shape and hidden_size"))
+            raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"))
         given: Any = hidden_size if normalized_shape is None else normalized_shape
         shape = (given,) if isinstance(given, int) else tuple(given)
         if len(shape) != 1:

@@ -174,7 +174,7 @@ def checkpoint(
         return torch_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (around.one(), around.again()),
                                 determinism_check=determinism_check, debug=debug)
     if context_fn is not noop_context_fn or debug or determinism_check != "default":
-        raise ArgumentError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "their defaults with use_reentrant=True"))
+        raise ArgumentError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "defaults with use_reentrant=True"))
     passes = iter((around.one(),))
 
     def call(*given: Any) -> Any:
