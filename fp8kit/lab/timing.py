@@ -61,12 +61,13 @@ def measure(operation: str, device: Device, shape: tuple[int, int] | None = None
     if rows < 1 or columns < 128 or columns % 128:
         raise BackendError(expected("measure", "shape", (rows, columns), "at least one row, and columns that are a multiple of 128"))
     kernels = dispatch.kernels(device)
-    arguments = ARGUMENTS[operation](_Maker(kernels, device, rows, columns, dtype))
+    maker = _Maker(kernels, device, rows, columns, dtype)
+    arguments = ARGUMENTS[operation](maker)
     arguments["stream"] = stream = arrays.current_stream(device)
     usable, _ = dispatch.candidates(operation, device)
     function = getattr(kernels, operation)
     nbytes = _bytes(operation, arguments)
-    half = [arrays.zeros((max(nbytes // 2, 1),), uint8, device) for _ in range(2)]
+    half = [maker.on(np.resize(maker.random.integers(0, 256, 1 << 20).astype(np.uint8), max(nbytes // 2, 1))) for _ in range(2)]
     seconds = _seconds(lambda: function(**arguments), device, stream)
     ceiling = _seconds(lambda: arrays.copy(half[0], half[1]), device, stream)
     return Measurement(operation, usable[0].impl_id, device, (rows, columns), nbytes, seconds, ceiling)

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, cli
+from fp8kit import arrays, cli, formats
+from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import compile as compiler
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.commands import kernels
 from fp8kit.errors import BackendError
-from fp8kit.lab import native, sources
+from fp8kit.lab import native, sources, timing
 from fp8kit.lab.timing import ARGUMENTS
 from fp8kit.raw_kernels import manifest
 from tests.house.source import ROOT
@@ -28,6 +29,7 @@ COMMANDS = [line for line in PAGE.read_text().splitlines() if line.startswith("f
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dispatch.kernels(arrays.CPU)  # the CPU engine's own compiled code stays where it always is
     return tmp_path_factory.mktemp("cache")
 
 
@@ -151,6 +153,16 @@ def test_names_are_found() -> None:
     assert sources.find("column_sums").operations == ("quantize_transpose", "dropout_bwd", "sum_rows")
     assert sources.find("embedding").operations == ("embedding_fwd", "embedding_bwd")
     assert set(ARGUMENTS) == {name for name in KERNELS if "stream" in signature(name).parameters}
+
+
+def test_every_operation_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    for operation in ARGUMENTS:
+        found = timing.measure(operation, arrays.CPU, (33, 128), formats.bfloat16)
+        assert found.seconds > 0, operation
+        assert found.share == found.ceiling / found.seconds
+    # x read, codes written twice, scale read; scale_inv and amax written, the amax read before
+    assert timing.measure("quantize_transpose", arrays.CPU, (32, 128), formats.bfloat16).nbytes == 32 * 128 * 4 + 4 * 4
 
 
 def test_a_file_that_stands_for_nothing_is_refused(own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
