@@ -62,12 +62,12 @@ def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
     """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
     x = tensors["x"]
     device, dtype = x.device, x.dtype
-    for name, tensor in tensors.items():
+    for name, given in tensors.items():
         argument = argument_of(operation, name, tuple(tensors))
-        if tensor.device != device:
-            raise BackendError(expected(operation, argument, f"device {tensor.device}", f"device {device}, as inp"))
-        if tensor.dtype is not dtype:
-            raise FormatError(expected(operation, argument, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as inp"))
+        if given.device != device:
+            raise BackendError(expected(operation, argument, f"device {given.device}", f"device {device}, as inp"))
+        if given.dtype is not dtype:
+            raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
 
 
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
@@ -82,4 +82,5 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
     return value
 
 
-__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "not_compiled", "only", "positive", "refuse", "want_alike", "want_input", "want_plain"]
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "not_compiled", "only", "positive", "refuse", "want_alike", "want_input",
+           "want_plain"]

@@ -12,7 +12,8 @@ from fp8kit.errors import ArgumentError, ShapeError, expected, on_behalf_of
 from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, turned_segments
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
-from fp8kit_torch.dot_product_attention import DotProductAttention, check_values, one_of
+from fp8kit_torch.checks import CONSTRUCTED, check
+from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, check_values, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm

@@ -54,6 +54,11 @@ def size(operation: str, name: str, value: Any) -> int:
     return integer(operation, name, value, 1, 2**31 - 1)
 
 
+def whole(operation: str, name: str, value: Any) -> int:
+    """An int of 32 bits."""
+    return integer(operation, name, value, -(2**31), 2**31 - 1)
+
+
 def device(operation: str, name: str, value: Any) -> torch.device:
     """What torch.device takes, or a device. ArgumentError for anything else."""
     try:
@@ -201,7 +206,7 @@ CALLED: dict[str, Rule] = {
     **named(optional(_MASK), "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type"),
     **named(optional(size), "max_seqlen_q max_seqlen_kv"),
     **named(probability, "p label_smoothing"),
-    **named(integer, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num"),
+    **named(whole, "ignore_index ignore_idx qkv_interleave_dim num_out_tokens max_token_num"),
     "qkv_format": optional(one(*FORMATS)), "tensor_format": one(*FORMATS), "core_attention_bias_type": one(*BIASES),
     "m_splits": splits, "qkv_split_arg_list": splits, "align_size": size, "map_type": one("mask", "index"),
     "reduction": one("mean", "none"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit_torch.apply import run
 from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.draws import next_rng
@@ -33,6 +33,8 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
         check("embedding", CALLED, locals())
     if table.ndim != 2:
         raise ShapeError(expected("embedding", "table", f"shape {tuple(table.shape)}", "(ids, features)"))
+    if table.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise FormatError(expected("embedding", "table", table.dtype, "float32, bfloat16 or float16"))
     spec = spec_for("EmbeddingSpec", *table.shape, str(table.dtype).removeprefix("torch."))
     return run("embedding", spec, {"ids": ids, "table": table})["y"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, expected
 from fp8kit_torch import linear, norm
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import only, positive, refuse
+from fp8kit_torch.arguments import only, positive, refuse, want_input
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.functional import dropout_add
 from fp8kit_torch.parameters import ParameterModule
@@ -72,6 +72,7 @@ class Bias(ParameterModule):
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., size); so is the result."""
+        inp = want_input("ops.Bias", "inp", inp, self.bias.shape[0])
         return run("add", spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
 
 

@@ -25,6 +25,7 @@ from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
 from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_alike
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
+from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.ops import FORWARD, NEITHER, record_
 from fp8kit_torch.parameters import ParameterModule
@@ -83,6 +84,7 @@ class TransformerEngineBaseModule(ParameterModule):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As ``ParameterModule``; weights in FP8 are cast anew."""
+        check(type(self).__name__, CALLED, {"defer_init": defer_init})
         if not defer_init and self._held is not None:
             for name, parameter in self._parameters.items():
                 if isinstance(parameter, QuantizedTensor):

@@ -44,6 +44,8 @@ class _Norm(ParameterModule):
             raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"))
         given: Any = hidden_size if normalized_shape is None else normalized_shape
         whole = isinstance(given, int)
+        if isinstance(given, torch.Tensor):
+            raise ArgumentError(expected(operation, "normalized_shape", "a tensor", "an int, or a sequence of one"))
         shape = (given,) if whole else tuple(listed(operation, "normalized_shape", given, "an int, or a sequence of one"))
         if len(shape) != 1:
             raise NotImplementedError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))

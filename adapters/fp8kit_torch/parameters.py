@@ -63,6 +63,7 @@ class ParameterModule(torch.nn.Module):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does nothing."""
+        checks.check(type(self).__name__, checks.CALLED, {"defer_init": defer_init})
         if defer_init:
             return
         for name, init in self._inits.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,20 +17,21 @@ USERS: Any = object()
 
 
 class Call(NamedTuple):
-    """``run`` with the arguments that ``good`` makes anew; ``users``: arguments that are called, whose errors are the user's own."""
+    """``run`` with the arguments that ``good`` makes anew; ``users``: arguments that are the user's to be called or handed on, whose errors
+    are the user's own."""
 
     run: Callable[..., Any]
     good: Callable[[], dict[str, Any]]
     users: tuple[str, ...] = ()
 
 
-def call(function: Callable[..., Any], /, users: tuple[str, ...] = (), **good: Any) -> Call:
+def call(function: Callable[..., Any], users: tuple[str, ...] = (), /, **good: Any) -> Call:
     """A function; ``good``: values, or, where they are functions, what makes them."""
     return Call(function, lambda: {name: make(value) for name, value in good.items()}, users)
 
 
 def make(value: Any) -> Any:
-    return value() if callable(value) and getattr(value, "__name__", "") == "<lambda>" else value
+    return value() if isinstance(value, types.FunctionType) else value
 
 
 def method(name: str, made: Callable[[], Any], /, **good: Any) -> Call:
@@ -59,6 +61,10 @@ def module(kind: Callable[..., torch.nn.Module], *inputs: Any, **good: Any) -> C
         return kind(**given)(*map(make, inputs))
 
     return call(run, **good)
+
+
+def applied(op: Any, noop_flag: Any, tensor_lists: Any, scale: Any) -> Any:
+    return fused.multi_tensor_applier(op, noop_flag, tensor_lists, scale)
 
 
 def positional(function: Callable[..., Any], /, **good: Any) -> Call:
@@ -131,7 +137,7 @@ WEIGHTS = {"init_method": None, "bias": True, "return_bias": False, "params_dtyp
            "fuse_wgrad_accumulation": False, "name": None}
 NORM = {"eps": 1e-5, "normalization": "LayerNorm", "zero_centered_gamma": False, "return_layernorm_output": False}
 HALF = {"sequence_parallel": False, "tp_size": 1, "tp_group": None, "get_rng_state_tracker": None}
-GEOMETRY = {"attention_dropout": 0.0, "window_size": (1, 1), "bottom_right_diagonal": False, "layer_number": 1, "name": None,
+GEOMETRY = {"attention_dropout": 0.0, "window_size": (1, 0), "bottom_right_diagonal": False, "layer_number": 1, "name": None,
             "softmax_type": "vanilla"}
 QK = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": False}
 LAYER = {"num_gqa_groups": 1, "init_method": None, "output_layer_init_method": None, "params_dtype": torch.float32, "device": "cpu",
@@ -208,7 +214,6 @@ CALLS: dict[str, Call] = {
     "Linear.forward, current": forward(linear, ft.Float8CurrentScaling(), inp=X, is_first_microbatch=None, fp8_output=True, fp8_grad=True),
     "Linear.reset_parameters": method("reset_parameters", linear, defer_init=False),
     "Linear.set_extra_state": method("set_extra_state", linear, state=lambda: torch.zeros(0, dtype=torch.uint8)),
-    "Linear.load_state_dict": method("load_state_dict", linear, state_dict=lambda: linear().state_dict()),
     "LayerNormLinear.forward": forward(lambda: ft.LayerNormLinear(H, 6, device="cpu"), ft.DelayedScaling(), inp=X,
                                        is_first_microbatch=None, fp8_output=False, fp8_grad=False),
     "LayerNormMLP.forward": forward(lambda: ft.LayerNormMLP(H, FFN, device="cpu"), ft.DelayedScaling(), inp=X, is_first_microbatch=None),
@@ -222,18 +227,18 @@ CALLS: dict[str, Call] = {
         qkv_interleave_dim=-3, **ATTEND, **CORE),
     "DotProductAttention.forward, thd": forward(
         lambda: ft.DotProductAttention(HEADS, D, qkv_format="thd"), query_layer=lambda: ramp(5, HEADS, D),
-        kv_layer=lambda: ramp(5, HEADS, 2 * D), attn_mask_type="padding_causal", cu_seqlens_q=lambda: ints(0, 2, 4),
+        kv_layer=lambda: ramp(5, HEADS * 2 * D), attn_mask_type="padding_causal", cu_seqlens_q=lambda: ints(0, 2, 4),
         cu_seqlens_kv=lambda: ints(0, 2, 4), cu_seqlens_q_padded=lambda: ints(0, 3, 5), cu_seqlens_kv_padded=lambda: ints(0, 3, 5),
         max_seqlen_q=3, max_seqlen_kv=3),
     "DotProductAttention.forward, arbitrary": forward(
-        lambda: ft.DotProductAttention(HEADS, D), qkv_layer=lambda: ramp(3, 2, 3 * HEADS * D).view(3, 2, HEADS, 3 * D),
+        lambda: ft.DotProductAttention(HEADS, D), qkv_layer=lambda: ramp(3, 2, 3 * HEADS * D),
         qkv_interleave_dim=-2, attn_mask_type="arbitrary", attention_mask=lambda: torch.zeros(1, 1, 3, 3, dtype=torch.bool),
         core_attention_bias_type="alibi", alibi_slopes=lambda: torch.ones(HEADS)),
     "MultiheadAttention.forward": forward(
-        lambda: ft.MultiheadAttention(H, HEADS, device="cpu", attention_dropout=0.0), ft.DelayedScaling(), hidden_states=X,
+        lambda: ft.MultiheadAttention(H, HEADS, device="cpu", attention_dropout=0.0), hidden_states=X,
         encoder_output=None, attn_mask_type="padding", is_first_microbatch=None, rotary_pos_emb=FREQS, **ATTEND, **CORE),
     "TransformerLayer.forward": forward(
-        lambda: ft.TransformerLayer(H, FFN, HEADS, device="cpu", layer_type="decoder").eval(), ft.DelayedScaling(), hidden_states=X,
+        lambda: ft.TransformerLayer(H, FFN, HEADS, device="cpu", layer_type="decoder").eval(), hidden_states=X,
         self_attn_mask_type="padding", encoder_output=lambda: ramp(3, 2, H), enc_dec_attn_mask=lambda: torch.zeros(
             2, 1, 1, 3, dtype=torch.bool), enc_dec_attn_mask_type="padding", enc_dec_window_size=None,
         enc_dec_bottom_right_diagonal=None, is_first_microbatch=None, rotary_pos_emb=FREQS, **ATTEND, **CORE),
@@ -263,9 +268,10 @@ CALLS: dict[str, Call] = {
     "quantized_model_init": call(lambda **given: within(ft.quantized_model_init(**given)), enabled=True, recipe=None,
                                  preserve_high_precision_init_val=False),
     "checkpoint": Call(lambda function, x, **given: ft.checkpoint(function, x, **given), lambda: {
-        "function": linear(), "x": X(), "distribute_saved_activations": False, "get_rng_state_tracker": tracker, "tp_group": None,
-        "use_reentrant": False, "determinism_check": "default", "debug": False}, ()),
-    "convert": call(ft.convert, model=lambda: torch.nn.Sequential(torch.nn.Linear(H, 6)), filter_fn=None),
+        "function": linear(), "x": X().requires_grad_(), "distribute_saved_activations": False, "get_rng_state_tracker": tracker,
+        "tp_group": None, "use_reentrant": False, "determinism_check": "default",
+        "debug": False}, ("function", "x", "get_rng_state_tracker")),
+    "convert": call(ft.convert, ("filter_fn",), model=lambda: torch.nn.Sequential(torch.nn.Linear(H, 6)), filter_fn=None),
     "revert": call(ft.revert, model=lambda: ft.convert(torch.nn.Sequential(torch.nn.Linear(H, 6)))),
     "cross_entropy": call(ft.cross_entropy, logits=lambda: ramp(3, 4), targets=lambda: ints(0, 1, 3), reduction="mean",
                           label_smoothing=0.1, ignore_index=-100),
@@ -315,8 +321,7 @@ CALLS: dict[str, Call] = {
                                        state_dict=lambda: stepped(fused.FusedSGD).state_dict()),
     "FusedAdam.zero_grad": method("zero_grad", stepped, set_to_none=True),
     "FusedAdam.add_param_group": method("add_param_group", stepped, param_group=lambda: {"params": [parameter()]}),
-    "FusedAdam.initialize_state": call(lambda param, remainders: stepped().initialize_state(param, remainders), param=parameter,
-                                       remainders=False),
+    "FusedAdam.initialize_state": call(lambda **given: of_adam("initialize_state", **given), param=None, store_param_remainders=False),
     "FusedAdam.get_unscaled_state": call(lambda **given: of_adam("get_unscaled_state", **given), param=None, state_name="exp_avg"),
     "FusedAdam.set_scaled_state": call(lambda **given: of_adam("set_scaled_state", **given), param=None, state_name="exp_avg",
                                        unscaled_state=lambda: torch.ones(3, 4)),
@@ -329,7 +334,7 @@ CALLS: dict[str, Call] = {
     "multi_tensor_l2norm": positional(fused.multi_tensor_l2norm, **NOOP | {"tensor_lists": LISTS(1)}, per_tensor=True),
     "multi_tensor_unscale_l2norm": positional(fused.multi_tensor_unscale_l2norm, **NOOP | {"tensor_lists": LISTS(1)}, inv_scale=ONE,
                                               per_tensor=True),
-    "multi_tensor_applier": positional(fused.multi_tensor_applier, op=lambda: fused.multi_tensor_scale, noop_flag=lambda: ints(0),
+    "multi_tensor_applier": call(applied, ("op",), op=lambda: fused.multi_tensor_scale, noop_flag=lambda: ints(0),
                                        tensor_lists=LISTS(2), scale=2.0),
     "MultiTensorApply": call(fused.MultiTensorApply, chunk_size=64),
 }  # fmt: skip
