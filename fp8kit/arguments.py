@@ -40,8 +40,9 @@ def number(operation: str, name: str, value: Any, below: float = math.inf, kind:
     """A finite number in [least, below), or in (above, below)."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, _NO_NUMBER)
     try:
-        if real and math.isfinite(value) and value < below and (value >= least if above is None else value > above):
-            return float(value)
+        found = float(value) if real else math.nan  # a float16 would bring the limits into its own range
+        if math.isfinite(found) and found < below and (found >= least if above is None else found > above):
+            return found
     except OverflowError:  # an int that no float holds
         pass
     upper = "" if below == math.inf else f" and < {below:g}"

@@ -158,7 +158,7 @@ def test_demo_fails_when_a_bound_fails(tmp_path, capsys):
 def test_errors_are_one_line(capsys):
     assert cli.main(["train", "--preset", "tiny", "--device", "moon"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("fp8kit train: device: value: got 'moon'")
+    assert said.startswith("fp8kit train: device: --device: got 'moon'")
     assert said.count("\n") == 1
 
 
