@@ -1,32 +1,23 @@
-"""What each argument of the torch door may be, by its name: ``check`` asks before anything is made, run or changed.
+"""What each argument of the torch door may be, by its name: ``check`` asks before anything is made, run or changed. Not within
+``torch.compile``, which need not follow it.
 
 What an argument means beside others (sizes that must divide, shapes that must fit) is asked where it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fp8kit.arguments import choice, flag, function, integer, number
+from fp8kit.arguments import Rule, check, flag, function, integer, named, number, one, optional
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.errors import ArgumentError, FormatError, expected
 from fp8kit.layers import QK_NORMS
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
 
-Rule = Callable[[str, str, Any], Any]
 MASK_ALIASES = ("padding,causal", "causal,padding")
-
-
-def check(operation: str, rules: Mapping[str, Rule], given: Mapping[str, Any]) -> None:
-    """Fp8kitError kinds for the arguments ``given`` by name that ``rules`` refuse; names without a rule are passed over. Not within
-    ``torch.compile``, which need not follow it."""
-    for name, value in given.items():
-        rule = rules.get(name)
-        if rule is not None:
-            rule(operation, name, value)
 
 
 def shown(value: Any) -> str:
@@ -111,8 +102,8 @@ def channels(operation: str, name: str, value: Any) -> None:
 
 def mask(operation: str, name: str, value: Any) -> None:
     """A tensor, or a pair of them."""
-    for one in value if isinstance(value, tuple | list) and len(value) == 2 else (value,):
-        tensor(operation, name, one)
+    for each in value if isinstance(value, tuple | list) and len(value) == 2 else (value,):
+        tensor(operation, name, each)
 
 
 def init(operation: str, name: str, value: Any) -> None:
@@ -150,21 +141,6 @@ def betas(operation: str, name: str, value: Any) -> None:
         raise ArgumentError(expected(operation, name, shown(value), "two numbers"))
     for beta in value:
         probability(operation, name, beta)
-
-
-def one(*words: str) -> Rule:
-    """One of some words."""
-    return lambda operation, name, value: choice(operation, name, value, words)
-
-
-def optional(rule: Rule) -> Rule:
-    """``rule``, or None."""
-    return lambda operation, name, value: None if value is None else rule(operation, name, value)
-
-
-def named(rule: Rule, names: str) -> dict[str, Rule]:
-    """``rule`` for each of the names."""
-    return dict.fromkeys(names.split(), rule)
 
 
 _MASK = one(*MASKS, *MASK_ALIASES)
@@ -221,3 +197,6 @@ OPTIMISED: dict[str, Rule] = {
     **named(dtype, "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype"),
     "lr": rate, "betas": betas,
 }  # fmt: skip
+
+__all__ = ["CALLED", "CONSTRUCTED", "OPTIMISED", "Rule", "channels", "check", "device", "function", "instance", "module", "named", "one",
+           "optional", "probability", "shown", "tensor"]

@@ -22,7 +22,7 @@ def device_of(options: argparse.Namespace) -> Device:
         raise error if options.device is None else renamed(error, "device", "--device") from None
     usable = arrays.provider(device).count()
     if device.index >= usable:
-        raise BackendError(f"device: --device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
+        raise BackendError(f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
     return device
 
 

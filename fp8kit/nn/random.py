@@ -6,7 +6,6 @@ each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
