@@ -75,12 +75,12 @@ def two(monkeypatch, tmp_path):
     asked = []
     compiled = kernel_compiler._compile
 
-    def counted(name, defines, arch):
+    def counted(name, defines, arch, unit):
         asked.append((name, dict(defines), arch))
-        return compiled(name, defines, arch)
+        return compiled(name, defines, arch, unit)
 
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {}), ("kv_cache.cu", {"W": "u16"})])
+    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {"STATES": "8"}), ("kv_cache.cu", {"W": "u16"})])
     monkeypatch.setattr(kernel_compiler, "_compile", counted)
     return asked
 
