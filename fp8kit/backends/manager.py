@@ -223,7 +223,9 @@ class OpManager:
                 say_once(logging.WARNING, "%s: %s is left out on %s: %s", name, impl.impl_id, device, why)
         log.debug("%s on %s: %s", name, device, ", ".join(impl.impl_id for impl in usable))
         functions = [checked(impl) for impl in usable]
-        return functions[0] if policy.strict or len(functions) == 1 else chain(usable, functions)
+        if policy.strict:
+            return _alone(usable[0], functions[0])
+        return functions[0] if len(functions) == 1 else chain(usable, functions)
 
     # --- by operation ----------------------------------------------------------------------------------------------------
 
@@ -329,6 +331,19 @@ def checked(impl: OpImpl) -> Callable[..., Any]:
         if first is not None and first.dtype.name not in names:
             raise CannotTake(f"dtype {first.dtype.name} of {name} is not among {', '.join(sorted(names))}")
         return function(*args, **named)
+
+    return call
+
+
+def _alone(impl: OpImpl, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of a strict policy: what it cannot take is the caller's error, which names it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return function(*args, **named)
+        except CannotTake as reason:
+            raise CannotTake(f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}), and the policy is strict") from reason
 
     return call
 
