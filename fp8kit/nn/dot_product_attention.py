@@ -183,11 +183,9 @@ class DotProductAttention(Module):
             check_values(op, form, inputs, *_leading(inputs), longest)
         window = self.window_size if window_size is None else _window(op, window_size)
         dropout = self.attention_dropout if self.training else 0.0
-        if dropout:
-            inputs["rng"] = random.next_rng(device)
         spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                      get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        o = apply(operation, spec, inputs, owner=self)["o"]
+        o = apply(operation, spec, inputs, owner=self, draw=random.next_rng if dropout else None)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
         return o

@@ -7,7 +7,7 @@ state: scales to read, row 0 of the histories to accumulate amaxes into. The sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
@@ -246,6 +246,11 @@ class Fp8Module(Module):
         made = {name: ScalingState.of(parts, self.device) for name, parts in check_saved(state, len(self.gemms)).items()}
 
         def take() -> None:
+            if [(n, s.history_len) for n, s in made.items()] == [(n, s.history_len) for n, s in self.fp8_meta.items()]:
+                for name, state in made.items():  # in place: a captured graph goes on with what was loaded
+                    for field in FIELDS:
+                        arrays.copy(self.fp8_meta[name].views[field], state.views[field])
+                return
             self.fp8_meta = made
             self._wiring = None
 
@@ -253,6 +258,13 @@ class Fp8Module(Module):
 
     def forget(self) -> None:
         self._weights = None
+
+    def arrays_used(self) -> Iterator[ArrayView]:
+        yield from super().arrays_used()
+        for state in self.fp8_meta.values():
+            yield from state.views.values()
+        if self._weights is not None:
+            yield from self._weights.arrays.values()
 
 
 def amax_of(view: ArrayView, amax: ArrayView) -> None:

@@ -64,7 +64,7 @@ class _Plan:
     """A plan with three algorithms."""
 
     def __init__(self, key: MatmulKey = KEY, algorithms: int = len(MILLISECONDS)) -> None:
-        self.key, self.algorithms, self.device, self.chosen = key, algorithms, 0, 0
+        self.key, self.algorithms, self.device, self.chosen, self.settled = key, algorithms, 0, 0, False
 
     def choose(self, index: int) -> None:
         self.chosen = index
@@ -92,7 +92,8 @@ def product(plan: _Plan, driver: _Driver, to: list[int]) -> Any:
 
 def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     plan, to = _Plan(), []
-    assert algorithms.settle(plan, product(plan, driver, to), 7)
+    algorithms.settle(plan, product(plan, driver, to), 7)
+    assert plan.settled
     assert plan.chosen == 1
     assert set(to) == {4096}  # never the caller's output
     assert driver.alive == 0
@@ -101,7 +102,8 @@ def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     assert kept["chosen"] == 1
     np.testing.assert_allclose(kept["seconds"], np.array(MILLISECONDS) / 1e3)
     again = _Plan()
-    assert algorithms.settle(again, product(again, driver, calls := []), 7)
+    algorithms.settle(again, product(again, driver, calls := []), 7)
+    assert again.settled
     assert (again.chosen, calls) == (1, [])  # another process would not time either
 
 
@@ -111,30 +113,34 @@ def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: An
     path = algorithms._file(plan)  # type: ignore[arg-type]
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert algorithms.settle(plan, product(plan, driver, []), 7)
+    algorithms.settle(plan, product(plan, driver, []), 7)
+    assert plan.settled
     assert plan.chosen == 1
     assert json.loads(path.read_text())["chosen"] == 1
 
 
 def test_what_is_captured_is_not_timed(driver: _Driver) -> None:
     plan, driver.capturing = _Plan(), True
-    assert not algorithms.settle(plan, product(plan, driver, to := []), 7)
+    algorithms.settle(plan, product(plan, driver, to := []), 7)
+    assert not plan.settled
     assert (plan.chosen, to) == (0, [])
     driver.capturing = False
-    assert algorithms.settle(plan, product(plan, driver, to), 7)
+    algorithms.settle(plan, product(plan, driver, to), 7)
+    assert plan.settled
     assert plan.chosen == 1
 
 
 def test_small_products_and_single_candidates_are_not_timed(driver: _Driver) -> None:
     for plan in (_Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)), _Plan(algorithms=1)):
-        assert algorithms.settle(plan, product(plan, driver, to := []), 7)
-        assert (plan.chosen, to) == (0, [])
+        algorithms.settle(plan, product(plan, driver, to := []), 7)
+        assert (plan.settled, plan.chosen, to) == (True, 0, [])
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp_path: Any) -> None:
     (tmp_path / "products").write_text("a file")
     plan = _Plan()
-    assert algorithms.settle(plan, product(plan, driver, []), 7)
+    algorithms.settle(plan, product(plan, driver, []), 7)
+    assert plan.settled
     assert plan.chosen == 1
 
 

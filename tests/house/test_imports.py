@@ -31,7 +31,7 @@ ROOMS = {
     "ops": ("fp8kit.spec", "fp8kit.ops"),
     "steps": ("fp8kit.kv_steps",),
     "autograd": ("fp8kit.autograd",),
-    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format", "fp8kit.graphs"),
+    "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format", "fp8kit.graphs", "fp8kit.captured"),
     "models": ("fp8kit.models",),
     "testing": ("fp8kit.testing", "fp8kit.numerics"),
     "lab": ("fp8kit.lab",),

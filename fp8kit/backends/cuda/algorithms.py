@@ -29,24 +29,27 @@ _SHORTEST = 3e-4  # seconds that one measurement takes at least
 _LOCK = threading.Lock()
 
 
-def settle(plan: Plan, run: Callable[[int], None], stream: int) -> bool:
+def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     """Give ``plan`` its fastest algorithm. ``run(out)`` launches the product with its operands, writing to the address ``out``.
 
-    Returns False, with nothing changed, where nothing can be timed now: while ``stream`` is captured into a graph.
+    The plan is not settled, and nothing is changed, where nothing can be timed now: while ``stream`` is captured into a graph.
     """
     key = plan.key
     if plan.algorithms < 2 or key.batch * key.m * key.n * key.k < SMALLEST:
-        return True
+        plan.settled = True
+        return
     with _LOCK:  # one problem at a time: two timed at once would slow each other
+        if plan.settled:
+            return
         found = _recall(plan)
         if found is None:
             if _capturing(stream):
-                return False
+                return
             times = _times(plan, run, stream)
             found = min(range(plan.algorithms), key=times.__getitem__)
             _keep(plan, found, times)
         plan.choose(found)
-    return True
+        plan.settled = True
 
 
 def _capturing(stream: int) -> bool:

@@ -7,18 +7,16 @@ rounded once. ``timed``: by the fastest of cuBLASLt's algorithms instead of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import algorithms, launch
-from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan, Scaling, plan
+from fp8kit.backends.cuda.cublaslt import KEPT, WORKSPACE, MatmulKey, Plan, Scaling, plan
 from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType, Format, float32
 
-_PLANS: dict[tuple[Any, ...], Plan] = {}
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
 _ONE = (1,)
@@ -41,18 +39,12 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
     a_stride, b_stride, out_stride = (v.shape[1] if v._strides is None else launch.row_stride(v) for v in (a, b, out))
     aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
     fused = bias_ptr != 0
-    quick = (index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit, timed)
-    ready = _PLANS.get(quick)
-    if ready is None:
-        alignment = _ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize)
-        key = MatmulKey(m, n, k, layout, a.dtype, b.dtype, out.dtype, a_stride, b_stride, out_stride, bias=fused, accumulate=accumulate,
-                        workspace=limit, alignment=alignment, timed=timed)
-
-        def run(own: Plan, to: int) -> None:
-            own.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, _address(workspace, limit), limit, stream)
-
-        ready = _planned(quick, key, index, run, stream)
-    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, _address(workspace, limit), limit, stream)
+    ready = _plain_plan(index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit,
+                        timed)  # fmt: skip
+    scratch = _address(workspace, limit)
+    if not ready.settled:
+        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, scratch, limit, stream), stream)
+    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, scratch, limit, stream)
     if late_bias:
         _finish(out.ptr, out_stride, bias, out, False, stream)
 
@@ -86,20 +78,9 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr) % _ALIGNMENT != 0
     fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
-    quick = (index, padded_m, padded_n, k, a_format.name, b_format.name, written, 0 if unfit else out_stride, fused, accumulate,
-             fast_accumulate, scaling, limit, timed)
-    ready = _PLANS.get(quick)
-    if ready is None:
-        key = MatmulKey(
-            padded_m, padded_n, k, "nt", _code_type(a_format), _code_type(b_format), written, launch.row_stride(a), launch.row_stride(b),
-            padded_n if unfit else out_stride, bias=fused, accumulate=accumulate and not unfit, scaling=scaling,
-            fast_accumulate=fast_accumulate, workspace=limit, alignment=_ALIGNMENT, timed=timed,
-        )
-
-        def run(own: Plan, to: int) -> None:
-            own.run(a.ptr, b.ptr, to, a_scale_inv.ptr, b_scale_inv.ptr, 0 if unfit else bias_ptr, _address(workspace, limit), limit, stream)
-
-        ready = _planned(quick, key, index, run, stream)
+    a_stride, b_stride = (k if v._strides is None else launch.row_stride(v) for v in (a, b))
+    ready = _scaled_plan(index, padded_m, padded_n, k, _code_type(a_format), _code_type(b_format), written, a_stride, b_stride,
+                         padded_n if unfit else out_stride, fused, accumulate and not unfit, fast_accumulate, scaling, limit, timed)
     product, scratch = out.ptr, _address(workspace, limit)
     if unfit:
         wanted = WORKSPACE + 4 * padded_m * padded_n
@@ -107,20 +88,34 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
             raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
         product = workspace.ptr + WORKSPACE
-    ready.run(a.ptr, b.ptr, product, a_scale_inv.ptr, b_scale_inv.ptr, 0 if unfit else bias_ptr, scratch, limit, stream)
+    scales, bias_ptr = (a_scale_inv.ptr, b_scale_inv.ptr), 0 if unfit else bias_ptr
+    if not ready.settled:
+        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream), stream)
+    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, scratch, limit, stream)
     if unfit:
         _finish(product, padded_n, bias, out, accumulate, stream)
     elif late_bias:
         _finish(product, out_stride, bias, out, False, stream)
 
 
-def _planned(quick: tuple[Any, ...], key: MatmulKey, index: int, run: Callable[[Plan, int], None], stream: int) -> Plan:
-    """The plan of a problem, kept under ``quick``; not where its algorithm is to be timed and cannot be now. ``run(plan, out)`` launches
-    the product with an output elsewhere."""
-    found = plan(key, index)
-    if not key.timed or algorithms.settle(found, lambda to: run(found, to), stream):
-        _PLANS[quick] = found
-    return found
+# A call looks its plan up by what it knows without making a key. These tables hold plans for as long as they are among the last used, too.
+
+
+@functools.lru_cache(KEPT)
+def _plain_plan(index: int, layout: Layout, m: int, n: int, k: int, a_stride: int, b_stride: int, out_stride: int, operand: DType,
+                out: DType, bias: bool, accumulate: bool, aligned: bool, workspace: int, timed: bool) -> Plan:
+    alignment = _ALIGNMENT if aligned else min(operand.itemsize, out.itemsize)
+    return plan(MatmulKey(m, n, k, layout, operand, operand, out, a_stride, b_stride, out_stride, bias=bias, accumulate=accumulate,
+                          workspace=workspace, alignment=alignment, timed=timed), index)  # fmt: skip
+
+
+@functools.lru_cache(KEPT)
+def _scaled_plan(index: int, m: int, n: int, k: int, a: DType, b: DType, out: DType, a_stride: int, b_stride: int, out_stride: int,
+                 bias: bool, accumulate: bool, fast_accumulate: bool, scaling: tuple[Scaling, Scaling], workspace: int,
+                 timed: bool) -> Plan:
+    return plan(MatmulKey(m, n, k, "nt", a, b, out, a_stride, b_stride, out_stride, bias=bias, accumulate=accumulate, scaling=scaling,
+                          fast_accumulate=fast_accumulate, workspace=workspace, alignment=_ALIGNMENT,
+                          timed=timed), index)  # fmt: skip
 
 
 def gemm_workspace() -> int:
@@ -144,6 +139,10 @@ def _address(workspace: ArrayView | None, limit: int) -> int:
 
 
 def _code_type(fmt: Format) -> DType:
+    if fmt is formats.E4M3:  # by identity first: a format's hash and equality look at all of its fields
+        return formats.float8_e4m3fn
+    if fmt is formats.E5M2:
+        return formats.float8_e5m2
     found = formats.dtype_of_format(fmt)
     if fmt not in (formats.E4M3, formats.E5M2) or found is None:
         raise BackendError(expected("fp8_gemm", "format", fmt, "E4M3 or E5M2"))
