@@ -96,7 +96,7 @@ def _stages(program: Program, face: str) -> tuple[Program, Program, Program]:
              ({"x"} if reach else set()) | ({"bias0"} if "fc1_bias0" in needs else set()))
     second = of("linear", LinearSpec(fc2),
                 {"x": Meta((rows, s.fc2.in_features), x.dtype)} | {name: metas.get(name) for name in ("fc2_weight0", "fc2_bias0")},
-                {name.removeprefix("fc2_") for name in needs if name.startswith("fc2_")} | ({"x"} if reach else set()), "fc2_")
+                {name for name in needs if name.startswith("fc2_")} | ({"x"} if reach else set()), "fc2_")
     return first, act, second
 
 

@@ -361,11 +361,13 @@ class TransformerEngineBaseModule(ParameterModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         whole = self._parameters
         self._parameters = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
-        super()._apply(fn, recurse)
-        for parameter in whole.values():
-            if isinstance(parameter, QuantizedTensor):
-                parameter.follow(fn)
-        self._parameters = {name: self._parameters.get(name, parameter) for name, parameter in whole.items()}
+        try:
+            super()._apply(fn, recurse)
+            for parameter in whole.values():
+                if isinstance(parameter, QuantizedTensor):
+                    parameter.follow(fn)
+        finally:
+            self._parameters = {name: self._parameters.get(name, parameter) for name, parameter in whole.items()}
         self.fp8_meta = moved(self.fp8_meta, fn)
         self._forget()
         return self
