@@ -176,14 +176,18 @@ class _Walk:
                 state.drop()
 
 
+_pass_now: Callable[[], int] = torch._C._current_graph_task_id
+_at_its_end: Callable[[_Walk], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
 def open_walk() -> int:
     """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one, by any of its threads:
     there is one for each device."""
-    walk = int(torch._C._current_graph_task_id())
+    walk = _pass_now()
     if walk not in _WALKS:
         own: dict[int, tuple[Recipe, dict[int, ScalingState]]] = {}
         if _WALKS.setdefault(walk, own) is own:  # one thread's
-            torch.autograd.Variable._execution_engine.queue_callback(_Walk(walk))
+            _at_its_end(_Walk(walk))
     return walk
 
 
