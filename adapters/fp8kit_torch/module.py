@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, expected
+from fp8kit.layers import Kept
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
@@ -225,14 +226,14 @@ class TransformerEngineBaseModule(ParameterModule):
         history = self.fp8_meta["scaling_fwd"].amax_history
         torch.fmax(history[0], row, out=history[0])
 
-    def wiring(self, recipe: Recipe, training: bool, record: bool, kept: recompute.Kept | None) -> Wiring:
+    def wiring(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> Wiring:
         """How this call hangs on the state of delayed scaling, which is touched where amaxes are recorded: not in a pass that is done
         again, which has the scales of the first one (``kept``)."""
         found, forward = self._wire(recipe, record), self.fp8_meta["scaling_fwd"]
         if kept is not None:
-            assert kept.scale is not None
+            assert kept.scales is not None
             ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
-            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scale, forward.device), front=None, ticket=ticket)
+            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scales, forward.device), front=None, ticket=ticket)
         if record:
             forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
             touch_forward(forward, recipe, training)
