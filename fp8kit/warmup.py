@@ -22,6 +22,7 @@ Variant = tuple[str, dict[str, str]]
 _ALWAYS = (("norm.cu", ("H",)), ("dropout.cu", ("H",)), ("elementwise.cu", ("H", "f32")), ("amax.cu", ("H",)))
 _MODEL = (("embedding.cu", ("H",)), ("cross_entropy.cu", ("H",)), ("optim.cu", ("H", "f32")))
 _FORMATS = ("e4m3", "e5m2")
+_STATES = ("8", "96")  # of few layers and of many
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def variants(dtype: str, activation: str, blocks: bool) -> list[Variant]:
     from fp8kit.backends.cuda.launch import TYPE_NAMES
 
     own = TYPE_NAMES[dtype]
-    found: list[Variant] = [("scales.cu", {}), ("activation.cu", {"T": own, "ACT": activation})]
+    found: list[Variant] = [*(("scales.cu", {"STATES": count}) for count in _STATES), ("activation.cu", {"T": own, "ACT": activation})]
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
     found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]

@@ -145,7 +145,8 @@ sys.meta_path.insert(0, Blocker())
 {body}
 assert not set(sys.modules) & {blocked!r}
 """
-ABSENT = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "torch", "jax", "jaxlib", "jax_tvm_ffi", "tvm_ffi", "flax", "matplotlib", "safetensors"}
+ABSENT = {"cupy", "cupyx", "cuda", "nvmath", "cudnn", "torch", "jax", "jaxlib", "jax_tvm_ffi", "tvm_ffi", "flax", "matplotlib",
+          "safetensors"}
 QUANTISE = """
 import numpy as np
 import fp8kit as fk
