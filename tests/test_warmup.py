@@ -75,9 +75,9 @@ def two(monkeypatch, tmp_path):
     asked = []
     compiled = kernel_compiler._compile
 
-    def counted(name, defines, arch, *more):
+    def counted(name, defines, arch, unit):
         asked.append((name, dict(defines), arch))
-        return compiled(name, defines, arch, *more)
+        return compiled(name, defines, arch, unit)
 
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {"STATES": "8"}), ("kv_cache.cu", {"W": "u16"})])

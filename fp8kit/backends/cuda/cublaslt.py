@@ -51,7 +51,7 @@ class MatmulKey:
     * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row" (float32 [m], [n]),
       "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is "block_1x128").
     * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the product may use.
-    * ``alignment``: what every pointer is a multiple of, in bytes.
+    * ``alignment``: what every pointer is a multiple of, in bytes. ``timed``: the fastest algorithm is looked for (``algorithms``).
     """
 
     m: int
@@ -75,6 +75,7 @@ class MatmulKey:
     fast_accumulate: bool = False
     workspace: int = WORKSPACE
     alignment: int = 16
+    timed: bool = False
 
 
 @dataclass(frozen=True)
