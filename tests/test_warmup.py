@@ -75,7 +75,7 @@ def two(monkeypatch, tmp_path):
     asked = []
     compiled = kernel_compiler._compile
 
-    def counted(name, defines, arch):
+    def counted(name, defines, arch, unit):
         asked.append((name, dict(defines), arch))
         return compiled(name, defines, arch)
 
