@@ -16,6 +16,7 @@ from fp8kit.autocast import current, touch_forward
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
+from fp8kit.layers import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
 from fp8kit.ops.linear import LinearSpec, weight_cast
@@ -150,7 +151,7 @@ class Fp8Module(Module):
         spec = self._spec(fp8, is_first_microbatch is not None, bias, options)
         return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
 
-    def _run_again(self, kept: recompute.Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
+    def _run_again(self, kept: Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
                    options: dict[str, Any]) -> dict[str, Tensor]:
         """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of gradients only are recorded.
         ``recipe`` None is high precision."""

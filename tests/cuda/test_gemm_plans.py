@@ -151,7 +151,7 @@ def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pyte
 
     def made(key: MatmulKey, index: int) -> Any:
         keys.append(key)
-        return types.SimpleNamespace(run=lambda *numbers: None)
+        return types.SimpleNamespace(run=lambda *numbers: None, settled=True)
 
     monkeypatch.setattr(gemm, "plan", made)
     one, out = ArrayView(1024, (1,), float32, GPU), ArrayView(2048, (32, 48), bfloat16, GPU)

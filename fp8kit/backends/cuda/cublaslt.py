@@ -51,7 +51,7 @@ class MatmulKey:
     * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row" (float32 [m], [n]),
       "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is "block_1x128").
     * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the product may use.
-    * ``alignment``: what every pointer is a multiple of, in bytes.
+    * ``alignment``: what every pointer is a multiple of, in bytes. ``timed``: the fastest algorithm is looked for (``algorithms``).
     """
 
     m: int
@@ -75,6 +75,7 @@ class MatmulKey:
     fast_accumulate: bool = False
     workspace: int = WORKSPACE
     alignment: int = 16
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Plan:
 
     def __init__(self, key: MatmulKey, device_index: int) -> None:
         self.key = key
+        self.settled = not key.timed  # the algorithm is the one that the key asks for
         self.device = device_index
         self._lt = bindings()
         self._handle = _handle(device_index)
