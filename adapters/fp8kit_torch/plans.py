@@ -82,7 +82,8 @@ class Block:
         room = _SCRATCH.room(self.size, device, stream)
         views: Views | None = room.carved.get(self)
         if views is None:
-            views = room.carved[self] = self._laid(room.ptr, room.owner, device)
+            views = self._laid(room.ptr, room.owner, device)
+            room.keep(self, views)
         return views
 
     def _laid(self, start: int, owner: object, device: Device) -> Views:

@@ -56,7 +56,7 @@ class Block:
         views: dict[str, ArrayView] | None = room.carved.get(self)
         if views is None:
             views = {n: ArrayView(room.ptr + at, shape, dtype, device, room.owner) for n, at, shape, dtype in self.parts}
-            room.carved[self] = views
+            room.keep(self, views)
         return views
 
 

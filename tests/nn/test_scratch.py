@@ -67,6 +67,14 @@ def test_rooms_apart_are_given_away():
     assert scratch.room(8, GPU, 0) is before
 
 
+def test_layouts_of_ever_new_sizes_do_not_pile_up():
+    room = Room(8, 0, None)
+    for i in range(3 * Room.LAYOUTS):
+        room.keep(i, -i)
+        assert room.carved[i] == -i
+    assert len(room.carved) <= Room.LAYOUTS
+
+
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2), Float8BlockScaling()], ids=["high", "delayed", "block"])
 def test_no_two_operations_at_work_share_a_room(recipe, monkeypatch):
     """Rooms are kept on the CPU too, and lent out: who asks while another operation of the thread is at work fails. A step with

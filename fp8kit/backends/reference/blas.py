@@ -30,6 +30,7 @@ import numpy as np
 from fp8kit.backends.reference._numpy import Float32
 
 _PART = 1 << 23  # multiplications that are worth waking a thread for: about 0.2 ms
+_PARTS = 2  # a thread: one that is interrupted in its part keeps the others waiting for less (medians beside other work fell to a half)
 _ALIGN = 16  # rows or columns that a part is a multiple of: whole tiles of OpenBLAS's kernels
 _EXTENSIONS = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # NumPy 2, NumPy 1
 
@@ -135,8 +136,8 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
     if library is None or m * n * k < 2 * _PART:
         return np.asarray(np.matmul(left, right, out=out))
     threads = _one_thread.threads(library)
-    count = min(threads, m * n * k // _PART, -(-max(m, n) // _ALIGN))
-    if count < 2:
+    count = min(_PARTS * threads, m * n * k // _PART, -(-max(m, n) // _ALIGN))
+    if threads < 2 or count < 2:
         return np.asarray(np.matmul(left, right, out=out))
     result = np.empty((m, n), np.float32) if out is None else out
     if m >= n:
@@ -144,7 +145,7 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
     else:
         parts = deque((left, right[:, at], result[:, at]) for at in _cuts(n, count))
     with _one_thread:
-        helpers = _helpers(threads - 1, count - 1, parts)
+        helpers = _helpers(threads - 1, min(threads, count) - 1, parts)
         try:
             _work(parts)
         finally:
