@@ -35,6 +35,7 @@ from fp8kit_torch.views import kind_of
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
+_CALL_LIMIT = 256  # requests of a layer: recipes, options
 
 
 class TransformerEngineBaseModule(StatefulModule):
@@ -202,6 +203,8 @@ class TransformerEngineBaseModule(StatefulModule):
                 more |= {"main_grad": kind_of(fused.dtype).name, "overwrite_grad": fused.overwrite}
             spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()), tuple(more.items()))
             made = call(self.operation, spec, tuple(tensors), self.gemms if fp8 is not None else (), scaled)
+            if len(self._calls) >= _CALL_LIMIT:
+                self._calls.clear()
             found = self._calls[key] = (made, fp8)  # fp8 is held, so that its id stays its own
         return found[0]
 

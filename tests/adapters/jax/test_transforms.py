@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8kit as fk
+from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
 
@@ -202,6 +203,23 @@ def test_modes_of_jax_change_no_bits(recipe, mode):
         near(got[0], want[0])
         got, want = got[1], want[1]
     same(mode, got, want)
+
+
+def test_dropout_over_devices_in_either_width():
+    """The same key, with JAX's integers of 32 and of 64 bits, in turn: the same numbers."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+    x, key = draw(0, 4, 16, K), jax.random.key(3)
+    split = jax.device_put(x, NamedSharding(mesh, P("data")))
+    want = fj.dropout_add(x, x, rate=0.5, key=key)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            same(f"x64 {wide}", [jax.jit(lambda x: fj.dropout_add(x, x, rate=0.5, key=key))(split)], [want])
+
+
+def test_second_derivatives_are_refused_by_name():
+    x, w, b = draw(0, 4, K), draw(1, K, 8), draw(2, 8)
+    with pytest.raises(AutogradError, match="linear: derivative: got a second one"):
+        jax.hessian(lambda w: (fj.dense(x, w, b) ** 2).sum())(w)
 
 
 def test_sums_of_pmap_and_gradients_of_vmapped_scans():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -177,11 +178,11 @@ def test_probes_say_no_where_there_is_nothing():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [(), ("-m",)])
-def test_without_a_program_the_usage_is_said(arguments):
-    done = python("-m", "fp8kit_torch.as_transformer_engine", *arguments)
-    assert done.returncode == 2
-    assert "usage" in done.stderr
+@pytest.mark.parametrize("arguments", [[], ["-m"]])
+def test_without_a_program_the_usage_is_said(arguments, capsys):
+    assert importlib.import_module("fp8kit_torch.as_transformer_engine").main(arguments) == 2  # the door has a function of that name
+    assert "usage" in capsys.readouterr().err
+    assert "transformer_engine" not in sys.modules
 
 
 def test_too_late_is_refused():

@@ -9,6 +9,7 @@ from fp8kit_torch.calibration import activated, amax_of
 from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import encode
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import fp8kit as fk
@@ -109,12 +110,13 @@ def test_a_block_and_a_recipe_of_each_step_compile_nothing_anew(device):
             assert len(compiled) == count
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it from showing only
 def test_layers_share_one_compilation(device):
     def init(weight):
         torch.nn.init.normal_(weight, 0.0, WIDTH**-0.5)  # keeps the size of what goes through, so that no scale stays at its start
 
     layers = [ft.Linear(WIDTH, WIDTH, init_method=init, device=device) for _ in range(12)]
-    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    count = CompileCounterWithBackend("aot_eager")
     calls = [torch.compile(layer, fullgraph=True, backend=count) for layer in layers]
     x = torch.randn(4, WIDTH, device=device, requires_grad=True) * 1.0
     with ft.autocast(recipe=RECIPES["delayed"]):
