@@ -115,9 +115,11 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
 def variants(dtype: str, activation: str, blocks: bool) -> list[Variant]:
     """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a block scaling recipe."""
     from fp8kit.backends.cuda.launch import TYPE_NAMES
+    from fp8kit.raw_kernels import manifest
 
     own = TYPE_NAMES[dtype]
-    found: list[Variant] = [("scales.cu", {}), ("activation.cu", {"T": own, "ACT": activation})]
+    found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
+    found.append(("activation.cu", {"T": own, "ACT": activation}))
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
     found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]

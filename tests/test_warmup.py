@@ -75,19 +75,19 @@ def two(monkeypatch, tmp_path):
     asked = []
     compiled = kernel_compiler._compile
 
-    def counted(name, defines, arch):
+    def counted(name, defines, arch, unit):
         asked.append((name, dict(defines), arch))
-        return compiled(name, defines, arch)
+        return compiled(name, defines, arch, unit)
 
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {}), ("kv_cache.cu", {"W": "u16"})])
+    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {"STATES": "8"}), ("kv_cache.cu", {"W": "u16"})])
     monkeypatch.setattr(kernel_compiler, "_compile", counted)
     return asked
 
 
 def test_compiles_ahead_for_another_machine_and_once(two):
     first = fk.warmup(64, arch="sm_90a", threads=2)
-    assert sorted(two) == [("kv_cache.cu", {"W": "u16"}, "sm_90a"), ("scales.cu", {}, "sm_90a")]
+    assert sorted(two) == [("kv_cache.cu", {"W": "u16"}, "sm_90a"), ("scales.cu", {"STATES": "8"}, "sm_90a")]
     assert [name for name, _ in sorted(first.compiled)] == ["kv_cache.cu W=u16", "scales.cu"]
     assert (first.found, first.step_seconds) == (0, None)
     again = fk.warmup(64, arch="sm_90a")

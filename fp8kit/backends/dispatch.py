@@ -127,7 +127,7 @@ def use_backend(name: str | None) -> Switch:
     while the others of its devices fill in. None lifts the restriction. Holds from now on; as ``with fk.use_backend(...):`` for a block.
     """
     if name is not None:
-        choice("use_backend", "name", name, IN_TREE if name in IN_TREE else engines(), BackendError)
+        choice("use_backend", "name", name, IN_TREE if isinstance(name, str) and name in IN_TREE else engines(), BackendError)
     return Switch(backend=name)
 
 
