@@ -54,11 +54,12 @@ def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
     x = tensors["x"]
     device, dtype = x.device, x.dtype
     for name, tensor in tensors.items():
+        if tensor.device == device and tensor.dtype is dtype:
+            continue
         argument = argument_of(operation, name, tuple(tensors))
         if tensor.device != device:
             raise BackendError(expected(operation, argument, f"device {tensor.device}", f"device {device}, as inp"))
-        if tensor.dtype is not dtype:
-            raise FormatError(expected(operation, argument, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as inp"))
+        raise FormatError(expected(operation, argument, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as inp"))
 
 
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:

@@ -218,8 +218,8 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "attention_fwd": "attention.cu: attention_softmax; attention_padding.cu: attention_clean, attention_zero_padding, "
                          "attention_lse_padding, attention_lengths",
         "attention_bwd": "attention.cu: attention_softmax_bwd, attention_dbias, attention_doffset_partial, attention_doffset, "
-                         "attention_store; attention_padding.cu: attention_clean, attention_zero_padding, "
-                         "attention_lse_padding, attention_lengths",
+                         "attention_store; attention_padding.cu: attention_clean, attention_zero_padding, attention_lse_padding, "
+                         "attention_lengths",
         "unpack_sequences": "sequences.cu: unpack_sequences",
         "pack_sequences": "sequences.cu: pack_sequences",
         "cache_append_": "kv_cache.cu: cache_append",

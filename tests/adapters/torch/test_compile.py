@@ -31,7 +31,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
-from fp8kit.recipe import DelayedScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
 
@@ -91,6 +91,24 @@ def test_a_recipe_made_inside(device):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it on inputs that are no leaves
+def test_a_block_and_a_recipe_of_each_step_compile_nothing_anew(device):
+    """An autocast object, and a recipe with the same fields, of its own in each step; another recipe once, and the first one again."""
+    compiled = []
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph.forward
+
+    layer = torch.compile(ft.Linear(WIDTH, 32, device=device), backend=backend, fullgraph=True)
+    x = torch.randn(16, WIDTH, device=device, requires_grad=True)
+    for make, count in ((lambda: DelayedScaling(amax_history_len=3), 1), (Float8CurrentScaling, 2),
+                        (lambda: DelayedScaling(amax_history_len=3), 2)):
+        for _ in range(3):
+            with ft.autocast(recipe=make()):
+                layer(x).sum().backward()
+            assert len(compiled) == count
+
+
 def test_layers_share_one_compilation(device):
     def init(weight):
         torch.nn.init.normal_(weight, 0.0, WIDTH**-0.5)  # keeps the size of what goes through, so that no scale stays at its start
