@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import nn
+from fp8kit import arrays, nn
 from fp8kit.arrays import CPU
 from fp8kit.autograd import rules
 from fp8kit.backends import cuda, dispatch
@@ -138,5 +138,5 @@ def test_after_it_nothing_is_compiled(name, monkeypatch):
     nn.cross_entropy(y.reshape(64, 64), fk.tensor(np.arange(64), device="cuda")).backward()
     fk.optim.clip_grad_norm_(layer.parameters(), 1.0)
     optimizer.step()
-    fk.synchronize("cuda")
+    arrays.synchronize(arrays.device("cuda"))
     assert np.isfinite(y.numpy().astype(np.float32)).all()
