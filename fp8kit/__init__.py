@@ -14,7 +14,7 @@ from fp8kit.warmup import warmup  # likewise
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8kit import autograd, nn, optim, recipe
+    from fp8kit import autograd, nn, optim, plugins, recipe
     from fp8kit.arrays import ArrayView, Device, synchronize
     from fp8kit.autograd import Function, Tensor, no_grad, tensor
     from fp8kit.backends.dispatch import deterministic, use_backend
@@ -46,6 +46,7 @@ _PUBLIC = {
     "testing": "",
     "formats": "",
     "arrays": "",
+    "plugins": "",
     "ArrayView": "arrays",
     "Device": "arrays",
     "synchronize": "arrays",

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8kit import arguments, arrays
+from fp8kit import arguments, arrays, captured
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autocast import current
 from fp8kit.autograd import Tensor
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.backends.policy import SelectionPolicy, get_policy
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, expected
 from fp8kit.formats import DType
 
 
@@ -33,11 +34,13 @@ class _Array(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A recording, the memory that it reads its arguments from, and what the function returned."""
+    """A recording, the memory that it reads its arguments from, what the function returned, and what it holds of the host."""
 
     recording: Any
     inputs: list[ArrayView]
     outputs: Any
+    policy: SelectionPolicy
+    held: list[captured.Held]
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -101,10 +104,20 @@ class Graph:
                 return _mapped(out, _detached)
             if self._captured is None:
                 self._captured = self._capture(given, views)
+            self._want_unchanged(self._captured)
             for own, view in zip(self._captured.inputs, views, strict=True):
                 arrays.copy(own, arrays.contiguous(view))
             self._captured.recording.launch()
             return _mapped(self._captured.outputs, _fresh)
+
+    @staticmethod
+    def _want_unchanged(made: _Captured) -> None:
+        """ArgumentError where the host has changed what the recording holds."""
+        policy = get_policy()
+        if policy is not made.policy and policy != made.policy:
+            raise ArgumentError(expected("graph", "policy", policy, f"{made.policy}, as at the capture"))
+        for held in made.held:
+            held.check()
 
     def _looked_at(self, given: Any) -> list[ArrayView]:
         """The arrays among the arguments; Fp8kitError kinds where they are no longer what they were."""
@@ -139,8 +152,9 @@ class Graph:
     def _capture(self, given: Any, views: list[ArrayView]) -> _Captured:
         device = views[0].device if views else dispatch.default_device()
         inputs = [arrays.empty(view.shape, view.dtype, view.device) for view in views]
-        outputs, recording = arrays.provider(device).capture(device, lambda: self._call(given, inputs))  # type: ignore[attr-defined]
-        return _Captured(recording, inputs, _mapped(outputs, _detached))
+        with captured.capture() as held:
+            outputs, recording = arrays.provider(device).capture(device, lambda: self._call(given, inputs))  # type: ignore[attr-defined]
+        return _Captured(recording, inputs, _mapped(outputs, _detached), get_policy(), held)
 
 
 def _detached(value: Any) -> Any:
@@ -165,13 +179,17 @@ def graph(function: Callable[..., Any], warmup: int = 2) -> Graph:
     * Results: arrays in tuples, lists and dicts, copied out at each call, Tensors without their history. All else is as it was at the
       capture.
     * What ``function`` reaches otherwise (parameters, gradients, optimiser and FP8 states, dropout's state) is read and written where it
-      lies: do not move, convert or load it, reseed, or change a history's length after the capture. What Python does happens at the
-      capture only: a learning rate that changes must be a float32 array of one element, which the optimisers take.
+      lies: load a module's ``state_dict`` or reseed as you like, the next call goes on from there.
+    * What Python does happens at the capture only. A call is refused when what the capture read has changed since: optimisers'
+      hyperparameters (let an ``lr`` that changes be a float32 array of one element) and state, ``GradScaler``'s settings, modules' settings
+      (``training``, dropout rates), the memory of their arrays (a loaded history of another length), the policy (``fk.deterministic``).
+      Other numbers, such as the ``max_norm`` of ``clip_grad_norm_``, are constants that nobody watches.
     * ``autocast`` is entered within ``function``. Nothing within may wait for the device.
 
     The graph keeps all memory that it works in for as long as it lives. Raises BackendError for arrays that are not on one CUDA device and
     for a function that cannot be captured (device values on the host, ``check_finite``, arrays made on the host): the step is then not
-    made, and gradients are undefined. Fp8kitError for a call within an active autocast, for arguments that do not fit the first call's, and
-    for a ``warmup`` below 1, which makes the states that a capture needs.
+    made, and gradients are undefined. ArgumentError for what has changed since the capture; nothing is done then. Fp8kitError for a call
+    within an active autocast, for arguments that do not fit the first call's, and for a ``warmup`` below 1, which makes the states that a
+    capture needs.
     """
     return Graph(arguments.function("graph", "function", function), arguments.integer("graph", "warmup", warmup, 1))

@@ -1,12 +1,14 @@
 """What the layers of every door have in common and no array is needed for: tables of Transformer Engine's arguments, which layers attention
-is given in which form, the numbers of a formula, the order of recomputed layers."""
+is given in which form, the numbers of a formula, what a recomputed pass finds of the first one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from fp8kit.errors import ArgumentError, AutogradError, expected
+from fp8kit.errors import ArgumentError, AutogradError, ShapeError, expected
 
 # --- arguments that have one supported value: Transformer Engine's default ------------------------------------------------
 
@@ -89,14 +91,124 @@ def alibi_slopes(heads: int) -> list[float]:
     return [2.0 ** (-8 * i / n) for i in range(1, n + 1)] + [2.0 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
 
 
+def turning(operation: str, name: str, layer: Any, freqs: Sequence[Any], core: Any, options: Mapping[str, Any],
+            placed: Callable[[str, Any], Any]) -> tuple[tuple[tuple[int, int, str], ...], dict[str, Any]]:
+    """``RopeSpec``'s segments and the inputs of a rotary embedding for ``layer``, which is the argument ``name`` of the attention ``core``.
+
+    ``freqs``: angles of queries and of keys; ``options``: of the core's forward, of which lengths and the cache count.
+    ``placed(argument, value)``: the door's array of an argument where the layer is; the angles', "rotary_pos_emb", as (positions, r).
+    ShapeError where the angles end before the cache's longest sequence.
+    """
+    parts, same, cache = PARTS[name], freqs[0] is freqs[1], options.get("inference_params")
+    inputs = {"x": layer}
+    for part, own in zip("qk", freqs, strict=True):
+        if part in parts:
+            inputs["freqs" if part == "q" or same else "k_freqs"] = angles = placed("rotary_pos_emb", own)
+            if cache is not None and angles.shape[0] < cache.max_seqlen_kv:
+                wanted = f"at least the {cache.max_seqlen_kv} of the longest sequence in the cache"
+                raise ShapeError(expected(operation, "rotary_pos_emb", f"{angles.shape[0]} positions", wanted))
+    if core.qkv_format == "thd":
+        side = "q" if "q" in parts or cache is not None else "kv"
+        for own_name, argument in (("cu_seqlens", f"cu_seqlens_{side}"), ("cu_seqlens_padded", f"cu_seqlens_{side}_padded")):
+            value = options.get(argument)
+            if value is None and cache is not None and own_name == "cu_seqlens":
+                value = cache.cu_seqlens_q
+            if value is not None:
+                inputs[own_name] = placed(argument, value)
+    if cache is not None:
+        sums = inputs.get("cu_seqlens")
+        batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
+        inputs["start_positions"] = placed("rope_starts", cache.rope_starts(batch))
+    return turned_segments(parts, core.num_attention_heads, core.num_gqa_groups, core.kv_channels, same), inputs
+
+
+def pair_of(operation: str, argument: str, value: Any) -> Sequence[Any]:
+    """What an argument says of queries and of keys: a pair, or one for both. ShapeError for a sequence of another length."""
+    pair = value if isinstance(value, tuple | list) else (value, value)
+    if len(pair) != 2:
+        raise ShapeError(expected(operation, argument, f"{len(pair)} of them", "one, or a pair for queries and keys"))
+    return pair
+
+
+MISPLACED = ("padding before a true position", "padding after all true positions")  # got, wanted of a padding mask
+
+
+def want_padding(operation: str, shape: Sequence[int], lengths: tuple[int, int] | None, of_keys: bool) -> None:
+    """ShapeError for the shape of a padding mask that is not (b, 1, 1, s), s of ``lengths``, of queries and keys, where they are known."""
+    if len(shape) != 4 or tuple(shape[1:3]) != (1, 1):
+        raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(shape)}", "(batch, 1, 1, sequence)"))
+    if lengths is not None and shape[3] != lengths[of_keys]:
+        wanted = f"(batch, 1, 1, {lengths[of_keys]}) for {'keys' if of_keys else 'queries'}, a pair where the lengths differ"
+        raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(shape)}", wanted))
+
+
 # --- recomputation ----------------------------------------------------------------------------------------------------
 
 
-def recomputed(calls: Sequence[Any], position: int, owner: object) -> Any:
-    """What call ``position`` of an FP8 layer, by ``owner``, found in the first pass over a checkpointed function: the element of ``calls``,
-    which have an ``owner`` each. AutogradError where it was another layer's."""
-    kept = calls[position] if position < len(calls) else None
-    if kept is None or kept.owner is not owner:
-        got = f"{type(owner).__name__} as FP8 layer {position}"
-        raise AutogradError(expected("checkpoint", "function", got, "the same layers in the same order as in the first pass"))
-    return kept
+class Kept(NamedTuple):
+    """What one call of an FP8 layer found in the first pass: the layer, copies of its forward scales (None where it has none), and cached
+    weights, if it took any; arrays of a door."""
+
+    owner: object
+    scales: Any
+    weights: Any
+
+
+class Pass:
+    """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads them in the same order.
+
+    A first pass may run within an outer checkpoint: ``above`` is that one's first pass, which remembers the calls too, or its later pass,
+    which this one reads from.
+    """
+
+    def __init__(self, first: bool, calls: list[Kept], above: Pass | None = None) -> None:
+        self.first, self.calls, self.above = first, calls, above
+        self.position = 0
+
+    def next(self, owner: object) -> Kept:
+        """The next call, which must be of ``owner``; AutogradError otherwise."""
+        kept = self.calls[self.position] if self.position < len(self.calls) else None
+        if kept is None or kept.owner is not owner:
+            got = f"{type(owner).__name__} as FP8 layer {self.position}"
+            raise AutogradError(expected("checkpoint", "function", got, "the same layers in the same order as in the first pass"))
+        self.position += 1
+        return kept
+
+
+class Passes(threading.local):
+    """The pass that a door runs, thread by thread: ``running``, None outside of any."""
+
+    running: Any = None
+
+    @contextmanager
+    def within(self, running: Pass) -> Iterator[None]:
+        """Around a pass."""
+        before, self.running = self.running, running
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def first(self) -> bool:
+        """Whether this is a checkpoint's first pass: perhaps unrecorded, but a training step all the same."""
+        running = self.running
+        return running is not None and running.first
+
+    def recall(self, owner: object) -> Kept | None:
+        """What this call of ``owner`` found in the first pass that is being recomputed; None where none is."""
+        running = self.running
+        if running is None:
+            return None
+        if not running.first:
+            return running.next(owner)  # type: ignore[no-any-return]
+        if running.above is None or running.above.first:
+            return None
+        running.calls.append(running.above.next(owner))
+        return running.calls[-1]  # type: ignore[no-any-return]
+
+    def keep(self, kept: Kept) -> None:
+        """In a first pass: what a call found, for its later passes."""
+        running = self.running
+        while running is not None:
+            running.calls.append(kept)
+            running = running.above

@@ -8,7 +8,7 @@ Operations read ``scale`` and accumulate amaxes into row 0 of the history; the u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -138,35 +138,6 @@ def _put(array: HostArray, device: Device) -> ArrayView:
     return arrays.to(arrays.as_view(np.array(array, np.float32, copy=True, order="C")), device)
 
 
-class _Batch(NamedTuple):
-    """States that are updated together: their ``views``, which the batch is found by, and for each device (device, scales, inverses,
-    histories, maxima) as the kernel takes them."""
-
-    views: list[dict[str, ArrayView]]
-    parts: list[tuple[Device, tuple[ArrayView, ...], tuple[ArrayView, ...], tuple[ArrayView, ...], tuple[float, ...]]]
-
-
-_BATCHES: dict[tuple[float | int, ...], _Batch] = {}
-_BATCH_LIMIT = 16
-
-
-def _batch(states: Sequence[ScalingState], fp8_max: float) -> _Batch:
-    """The batch of these states: made once, as long as their memory is the same. Views are known by identity and kept alive for that."""
-    views = [state.views for state in states]
-    key = (fp8_max, *map(id, views))
-    found = _BATCHES.get(key)
-    if found is None:
-        parts = []
-        for device in dict.fromkeys(own["scale"].device for own in views):
-            there = [own for own in views if own["scale"].device == device]
-            scales, inverses, histories = (tuple(own[field] for own in there) for field in FIELDS)
-            parts.append((device, scales, inverses, histories, (fp8_max,) * len(there)))
-        if len(_BATCHES) >= _BATCH_LIMIT:
-            _BATCHES.clear()
-        found = _BATCHES[key] = _Batch(views, parts)
-    return found
-
-
 def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, stream: Callable[[Device], int] | None = None) -> None:
     """Delayed scaling's update of all ``states`` (see ``DelayedScaling``): one kernel call a device; a recipe's callables run on the host.
 
@@ -180,9 +151,13 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
                 arrays.copy(state.views[field], arrays.as_view(array))
         return
     most_recent = recipe.amax_compute_algo == "most_recent"
-    for device, scales, inverses, histories, maxima in _batch(states, fp8_max).parts:
+    parts: dict[Device, list[dict[str, ArrayView]]] = {}
+    for views in [state.views for state in states]:
+        parts.setdefault(views["scale"].device, []).append(views)
+    for device, there in parts.items():
+        scales, inverses, histories = ([views[field] for views in there] for field in FIELDS)
         on = arrays.current_stream(device) if stream is None else stream(device)
-        dispatch.kernels(device).update_delayed_(scales, inverses, histories, maxima, recipe.margin, most_recent, on)
+        dispatch.kernels(device).update_delayed_(scales, inverses, histories, [fp8_max] * len(there), recipe.margin, most_recent, on)
 
 
 def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:

@@ -14,6 +14,7 @@ from fp8kit.arrays import Device
 class Room:
     """A piece of memory: its address and owner, and what has been laid out in it, by whoever did (``carved``)."""
 
+    LAYOUTS = 4096  # beyond this many, as of sequences of ever new lengths, what was laid out is forgotten
     __slots__ = ("carved", "nbytes", "owner", "ptr")
 
     def __init__(self, nbytes: int, ptr: int, owner: object) -> None:
@@ -21,6 +22,12 @@ class Room:
         self.ptr = ptr
         self.owner = owner
         self.carved: dict[Any, Any] = {}
+
+    def keep(self, layout: object, made: Any) -> None:
+        """Know ``made``, what ``layout`` looks like in this room, from now on."""
+        if len(self.carved) >= self.LAYOUTS:
+            self.carved.clear()
+        self.carved[layout] = made
 
 
 class Scratch(threading.local):
@@ -38,7 +45,8 @@ class Scratch(threading.local):
         self.rooms: dict[tuple[Device, int], Room] = {}
 
     def room(self, nbytes: int, where: Device, stream: int) -> Room:
-        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``."""
+        """At least ``nbytes`` bytes, contents undefined, for work on ``stream``: the caller's alone until all its work is on the stream, so
+        no operation calls another one meanwhile (what backward computes again runs before it asks)."""
         found = self.rooms.get((where, stream))
         if found is None or found.nbytes < nbytes:
             found = Room(nbytes, *self.alloc(nbytes, where))

@@ -75,8 +75,8 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
         integer("warmup", name, value, 1, 2**31, ShapeError)
     ffn = 4 * hidden if ffn is None else integer("warmup", "ffn", ffn, 1, 2**31, ShapeError)
     heads = max(1, hidden // 64) if heads is None else integer("warmup", "heads", heads, 1, 2**31, ShapeError)
-    count = len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024, Fp8kitError)
-    kind = formats.dtype(dtype)
+    count = len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024)
+    kind = formats.dtype(dtype, "warmup", "dtype")
     if kind not in formats.HIGH_PRECISION:
         raise FormatError(expected("warmup", "dtype", kind, ", ".join(d.name for d in formats.HIGH_PRECISION)))
     choice("warmup", "activation", activation, ACTIVATIONS, FormatError)
@@ -88,7 +88,7 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
         if not isinstance(arch, str) or not re.fullmatch(r"sm_\d+a?", arch):
             raise Fp8kitError(expected("warmup", "arch", repr(arch), 'such as "sm_90a"'))
         return _compiled(variants(kind.name, activation, blocks), arch, count, time.perf_counter())
-    where = dispatch.default_device() if device is None else arrays.device(device)
+    where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
     inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
     begin = time.perf_counter()
     done = Warmup((), 0, 0.0, None)
@@ -115,9 +115,11 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
 def variants(dtype: str, activation: str, blocks: bool) -> list[Variant]:
     """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a block scaling recipe."""
     from fp8kit.backends.cuda.launch import TYPE_NAMES
+    from fp8kit.raw_kernels import manifest
 
     own = TYPE_NAMES[dtype]
-    found: list[Variant] = [("scales.cu", {}), ("activation.cu", {"T": own, "ACT": activation})]
+    found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
+    found.append(("activation.cu", {"T": own, "ACT": activation}))
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
     found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]

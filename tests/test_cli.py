@@ -239,7 +239,7 @@ def test_what_commands_cannot_take_is_one_line(arguments, capsys):
 def test_warmup_says_what_it_compiled(monkeypatch, tmp_path, capsys):
     """One small source stands for all of them; the second time it is in the cache."""
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(sys.modules["fp8kit.warmup"], "variants", lambda *given: [("scales.cu", {})])
+    monkeypatch.setattr(sys.modules["fp8kit.warmup"], "variants", lambda *given: [("scales.cu", {"STATES": "8"})])
     for said in ("1 variants compiled", "0 variants compiled in"):
         assert cli.main(["warmup", "--preset", "tiny", "--arch", "sm_90a"]) == 0
         assert said in capsys.readouterr().out

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit import nn
+from fp8kit import arrays, nn
 from fp8kit.arrays import CPU
 from fp8kit.autograd import rules
 from fp8kit.backends import cuda, dispatch
@@ -75,20 +75,20 @@ def two(monkeypatch, tmp_path):
     asked = []
     compiled = kernel_compiler._compile
 
-    def counted(name, defines, arch):
+    def counted(name, defines, arch, unit):
         asked.append((name, dict(defines), arch))
-        return compiled(name, defines, arch)
+        return compiled(name, defines, arch, unit)
 
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {}), ("kv_cache.cu", {"W": "u16"})])
+    monkeypatch.setattr(module, "variants", lambda *given: [("scales.cu", {"STATES": "8"}), ("kv_cache.cu", {"W": "u16"})])
     monkeypatch.setattr(kernel_compiler, "_compile", counted)
     return asked
 
 
 def test_compiles_ahead_for_another_machine_and_once(two):
     first = fk.warmup(64, arch="sm_90a", threads=2)
-    assert sorted(two) == [("kv_cache.cu", {"W": "u16"}, "sm_90a"), ("scales.cu", {}, "sm_90a")]
-    assert [name for name, _ in sorted(first.compiled)] == ["kv_cache.cu W=u16", "scales.cu"]
+    assert sorted(two) == [("kv_cache.cu", {"W": "u16"}, "sm_90a"), ("scales.cu", {"STATES": "8"}, "sm_90a")]
+    assert [name for name, _ in sorted(first.compiled)] == ["kv_cache.cu W=u16", "scales.cu STATES=8"]
     assert (first.found, first.step_seconds) == (0, None)
     again = fk.warmup(64, arch="sm_90a")
     assert (again.compiled, again.found, len(two)) == ((), 2, 2)
@@ -138,5 +138,5 @@ def test_after_it_nothing_is_compiled(name, monkeypatch):
     nn.cross_entropy(y.reshape(64, 64), fk.tensor(np.arange(64), device="cuda")).backward()
     fk.optim.clip_grad_norm_(layer.parameters(), 1.0)
     optimizer.step()
-    fk.synchronize("cuda")
+    arrays.synchronize(arrays.device("cuda"))
     assert np.isfinite(y.numpy().astype(np.float32)).all()

@@ -160,13 +160,18 @@ def _features(program: Program) -> list[Cut]:
     return [Cut("features", place) for place in places]
 
 
+def _cached(product: ProductSpec) -> bool:
+    """Whether an operand comes in FP8, padded as a whole: its parts are not what a part of the program would take."""
+    return product.weight_cached or product.input_cached
+
+
 def _norm_linear(program: Program) -> list[Cut]:
-    return [] if program.spec.product.weight_cached or program.spec.residual else [*_rows("x")(program), *_features(program)]
+    return [] if _cached(program.spec.product) or program.spec.residual else [*_rows("x")(program), *_features(program)]
 
 
 def _linear(program: Program) -> list[Cut]:
     product, views = program.spec.product, dict(program.views)
-    if product.weight_cached:
+    if _cached(product):
         return []
     io = product.layout == "io"
     at = 0 if io else len(views.get("weight0", (0, 0))) - 1
@@ -176,7 +181,7 @@ def _linear(program: Program) -> list[Cut]:
 
 def _norm_mlp(program: Program) -> list[Cut]:
     s = program.spec
-    if s.recompute or s.residual or s.fc1.weight_cached:
+    if s.recompute or s.residual or _cached(s.fc1) or _cached(s.fc2):
         return []
     io = int(s.fc1.layout == "io")
     inner = Cut("inner", (

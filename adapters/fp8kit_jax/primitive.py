@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from fp8kit import formats
 from fp8kit.arrays import CPU, Device
-from fp8kit.errors import BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
 from fp8kit.spec import Meta
 from fp8kit_jax import calls, manual, sharding
 from fp8kit_jax.program import Program, prepare
@@ -41,7 +41,8 @@ def bind(*arrays: Any, program: Program) -> list[Any]:
     Where XLA may have several devices to itself, the primitive holds the program's form that can be split: JAX must see it when it traces.
     """
     alone = not _several() or jax.sharding.get_abstract_mesh().manual_axes
-    return call_p.bind(*arrays, program=program, split=None if alone else _split(program, jax.sharding.get_abstract_mesh()))
+    split = None if alone else _split(program, jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64)
+    return call_p.bind(*arrays, program=program, split=split)
 
 
 @functools.cache
@@ -55,8 +56,8 @@ def _several() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _split(program: Program, mesh: Any) -> Any:
-    """The split form of a program as a jaxpr, traced where ``mesh`` is in force."""
+def _split(program: Program, mesh: Any, wide: bool) -> Any:
+    """The split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64 bits (``wire``)."""
     shapes = [jax.ShapeDtypeStruct(*wire(meta, shape)) for meta, shape in _both(program, "arguments")]
     return jax.make_jaxpr(sharding.partitioned(program, part_p.bind))(*shapes)
 
@@ -104,6 +105,15 @@ def _abstract(*avals: Any, program: Program, split: Any = None) -> list[Any]:
 part_p.def_abstract_eval(_abstract)
 
 
+def _no_tangents(primals: Any, tangents: Any, *, program: Program, split: Any) -> Any:
+    """Gradients are rules of ``rules.apply``; what asks this primitive for a derivative wants one that is not there."""
+    asked = "a second one, or forward mode (jvp, hessian)"
+    raise AutogradError(expected(program.operation, "derivative", asked, "first ones, by grad or vjp"))
+
+
+ad.primitive_jvps[call_p] = _no_tangents
+
+
 @functools.lru_cache(maxsize=1024)
 def _compiled(program: Program) -> Callable[..., Any]:
     return jax.jit(functools.partial(bind, program=program))
@@ -111,7 +121,8 @@ def _compiled(program: Program) -> Callable[..., Any]:
 
 @call_p.def_impl
 def _eager(*arrays: Any, program: Program, split: Any) -> Any:
-    return _compiled(program)(*arrays)
+    with jax.disable_jit(False):  # the call exists in compiled form only
+        return _compiled(program)(*arrays)
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------

@@ -90,13 +90,13 @@ def _stages(program: Program, face: str) -> tuple[Program, Program, Program]:
     norms = {name: metas[name] for name in ("x", *s.norm.inputs())}
     first = of("norm_linear", NormLinearSpec(s.norm, fc1, return_norm=s.return_norm),
                norms | {name: metas.get(name) for name in ("fc1_weight0", "fc1_bias0")},
-               above | ({"weight0"} if "fc1_weight0" in needs else set()), "fc1_")
+               above | (needs & {"fc1_weight0"}), "fc1_")
     act = of(biased_activation.name, BiasedActivationSpec(s.activation, s.fc1.out_features, s.activation_params),
              {"x": Meta((rows, s.fc1.out_features), x.dtype), "bias0": metas.get("fc1_bias0")},
              ({"x"} if reach else set()) | ({"bias0"} if "fc1_bias0" in needs else set()))
     second = of("linear", LinearSpec(fc2),
                 {"x": Meta((rows, s.fc2.in_features), x.dtype)} | {name: metas.get(name) for name in ("fc2_weight0", "fc2_bias0")},
-                {name.removeprefix("fc2_") for name in needs if name.startswith("fc2_")} | ({"x"} if reach else set()), "fc2_")
+                {name for name in needs if name.startswith("fc2_")} | ({"x"} if reach else set()), "fc2_")
     return first, act, second
 
 

@@ -42,7 +42,7 @@ from fp8kit_torch.quantized import Float8Tensor, QuantizedTensor, fp8_model_init
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from fp8kit_torch.te_later import get_cpu_offload_context, later, mark_not_offload, onnx_export
+from fp8kit_torch.te_later import get_cpu_offload_context, mark_not_offload, missing, onnx_export
 from fp8kit_torch.te_names import as_transformer_engine
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
@@ -111,5 +111,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Names of Transformer Engine that there is nothing for: what says so when it is used."""
-    return later(__name__, name)
+    """AttributeError, which for a name of Transformer Engine that there is nothing for says why."""
+    raise missing(__name__, name)

@@ -63,11 +63,12 @@ def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
     x = tensors["x"]
     device, dtype = x.device, x.dtype
     for name, given in tensors.items():
+        if given.device == device and given.dtype is dtype:
+            continue
         argument = argument_of(operation, name, tuple(tensors))
         if given.device != device:
             raise BackendError(expected(operation, argument, f"device {given.device}", f"device {device}, as inp"))
-        if given.dtype is not dtype:
-            raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
+        raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
 
 
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, ShapeError, expected, on_behalf_of
-from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, turned_segments
+from fp8kit.errors import ArgumentError, expected, on_behalf_of
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, pair_of, turning
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
 from fp8kit_torch.checks import CONSTRUCTED, check
@@ -199,38 +199,15 @@ class MultiheadAttention(torch.nn.Module):
     def _turned(self, layers: Mapping[str, Tensor], rotary_pos_emb: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """The projections with queries and keys turned by their positions; values as they are."""
         op, core = "MultiheadAttention", self.core_attention
-        pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple | list) else (rotary_pos_emb, rotary_pos_emb)
-        if len(pair) != 2:
-            raise ArgumentError(expected(op, "rotary_pos_emb", f"{len(pair)} tensors", "one, or a pair for queries and keys"))
-        heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        found, inference_params = dict(layers), options.get("inference_params")
+        pair, found = pair_of(op, "rotary_pos_emb", rotary_pos_emb), dict(layers)
         for name, layer in layers.items():
-            parts = PARTS[name]
-            if parts == "v":
-                continue
-            segments = turned_segments(parts, heads, groups, dim, pair[0] is pair[1])
-            inputs: dict[str, Tensor | None] = {"x": layer}
-            for part, freqs in zip("qk", pair, strict=True):
-                if part in parts:
-                    turns = angles(op, "rotary_pos_emb", freqs, layer.device)
-                    if inference_params is not None and turns.shape[0] < inference_params.max_seqlen_kv:
-                        wanted = f"at least the {inference_params.max_seqlen_kv} of the longest sequence in the cache"
-                        raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
-                    inputs["freqs" if part == "q" or pair[0] is pair[1] else "k_freqs"] = turns
-            if core.qkv_format == "thd":
-                side = "q" if "q" in parts or inference_params is not None else "kv"
-                lengths, starts = options.get(f"cu_seqlens_{side}"), options.get(f"cu_seqlens_{side}_padded")
-                if lengths is None and inference_params is not None:
-                    lengths = inference_params.cu_seqlens_q
-                for given, value in (("cu_seqlens", lengths), ("cu_seqlens_padded", starts)):
-                    if value is not None:
-                        inputs[given] = value.to(layer.device)
-            if inference_params is not None:
-                sums = inputs.get("cu_seqlens")
-                batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
-                inputs["start_positions"] = inference_params.rope_starts(batch).to(layer.device)
-            spec = spec_for("RopeSpec", segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
-            found[name] = run("rope", spec, inputs)["y"]
+            def placed(argument: str, value: Tensor, device: torch.device = layer.device) -> Tensor:
+                return angles(op, argument, value, device) if argument == "rotary_pos_emb" else value.to(device)
+
+            if PARTS[name] != "v":
+                segments, inputs = turning(op, name, layer, pair, core, options, placed)
+                spec = spec_for("RopeSpec", segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
+                found[name] = run("rope", spec, inputs)["y"]
         return found
 
 

@@ -24,7 +24,7 @@ _DEFAULT = DelayedScaling()
 class autocast(_autocast):
     """Context manager and decorator: modules within compute in FP8. ``fp8kit.autocast`` says the rest.
 
-    * ``enabled``, ``calibrating``, ``recipe``, ``check_finite``: as there; ``_graph``: accepted, has no effect.
+    * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: accepted, has no effect. There is no ``check_finite``.
     * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum before each update, where the
       recipe has ``reduce_amax``: a process group of ``torch.distributed``, None for all processes. They run the same layers, in the same
       order. Within a compiled function that opens the autocast itself: None only.
@@ -33,16 +33,16 @@ class autocast(_autocast):
     """
 
     def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
-                 _graph: bool = False, check_finite: bool | None = None) -> None:
+                 _graph: bool = False) -> None:
         if torch.compiler.is_compiling():
-            self.enabled, self.calibrating, self.check_finite = enabled, calibrating, check_finite
+            self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe = _DEFAULT if recipe is None else recipe
         else:
             known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
             if amax_reduction_group is not None and not isinstance(amax_reduction_group, known):
                 group = repr(amax_reduction_group)
                 raise RecipeError(expected("autocast", "amax_reduction_group", group, "None or a process group of torch.distributed"))
-            super().__init__(enabled, calibrating, recipe, None, check_finite)
+            super().__init__(enabled, calibrating, recipe)
         self.amax_reduction_group = amax_reduction_group
         self.traced: list[tuple[str, ScalingState]] | None = None
 

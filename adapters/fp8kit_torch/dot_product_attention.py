@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.kv_steps import cached_mask
-from fp8kit.layers import alibi_slopes, layout_of
+from fp8kit.layers import MISPLACED, alibi_slopes, layout_of, pair_of, want_padding
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit_torch import checks
@@ -251,19 +251,12 @@ def _lengths(form: str, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
 def counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None) -> dict[str, Tensor]:
     """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of ``lengths``. ShapeError where s is another
     and where padding is not last (that is asked of the device, but not within ``torch.compile``)."""
-    masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
-    if len(masks) != 2:
-        raise ShapeError(expected(operation, "attention_mask", f"{len(masks)} tensors", "one, or a pair for queries and keys"))
-    found = {}
-    for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), masks, strict=True):
-        if mask.ndim != 4 or tuple(mask.shape[1:3]) != (1, 1):
-            raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(mask.shape)}", "(batch, 1, 1, sequence)"))
-        if lengths is not None and mask.shape[3] != lengths[len(found)]:
-            wanted = f"(batch, 1, 1, {lengths[len(found)]}) for {'keys' if found else 'queries'}, a pair where the lengths differ"
-            raise ShapeError(expected(operation, "attention_mask", f"shape {tuple(mask.shape)}", wanted))
+    found: dict[str, Tensor] = {}
+    for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), pair_of(operation, "attention_mask", attention_mask), strict=True):
+        want_padding(operation, mask.shape, lengths, bool(found))
         rows = mask[:, 0, 0] != 0
         if not torch.compiler.is_compiling() and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
-            raise ShapeError(expected(operation, "attention_mask", "padding before a true position", "padding after all true positions"))
+            raise ShapeError(expected(operation, "attention_mask", *MISPLACED))
         sums = (~rows).sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         found[name] = torch.nn.functional.pad(sums, (1, 0))
     return found

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.layers import Kept
 from fp8kit.ops.quant import Fp8
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.apply import NO_STATE, Wiring
 from fp8kit_torch.plans import amax_views, scale_views
 from fp8kit_torch.quantized import QuantizedTensor, held_as
-from fp8kit_torch.recompute import Kept
 from fp8kit_torch.state import ScalingState, finish_backward
 
 _OUTPUT, _GRAD_INPUT = 2, 1  # slots of a GEMM: input, weight, output; grad_output, grad_input
@@ -34,7 +34,7 @@ def cast_output(y: Tensor, fp8: Fp8, states: Mapping[str, ScalingState] | None, 
     wiring = NO_STATE
     if states is not None:
         forward = states["scaling_fwd"]
-        scale = forward.scale if kept is None or kept.scale is None else kept.scale
+        scale = forward.scale if kept is None or kept.scales is None else kept.scales
         wiring = _wired(scale, forward.amax_history if record and kept is None else None, FORWARD_SLOTS * gemm + _OUTPUT, forward)
     return _Output.apply(y, held_as(fp8, "x"), wiring)
 

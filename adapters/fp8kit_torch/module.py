@@ -1,4 +1,4 @@
-"""What the torch modules share: parameters, the autocast, FP8 state and its way through ``state_dict``, and cached FP8 weights.
+"""What the torch modules share: a pass as the autocast says, its FP8 state, and cached FP8 weights.
 
 A layer is one operation. With delayed scaling it reads scales from the layer's state and accumulates amaxes into row 0 of its history.
 The states are updated when the outermost autocast ends (forward) and when the backward pass ends (backward).
@@ -6,105 +6,50 @@ The states are updated when the outermost autocast ends (forward) and when the b
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from fp8kit.autocast import AutocastState, current, touch_forward
 from fp8kit.errors import ArgumentError, expected
+from fp8kit.layers import Kept
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
-from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
-from fp8kit_torch import extra_state, recompute
+from fp8kit.scaling import FORWARD_SLOTS
+from fp8kit_torch import recompute
 from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
 from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_alike
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
-from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.ops import FORWARD, NEITHER, record_
-from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.plans import Call, amax_views, call, scale_views
-from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
+from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, products
-from fp8kit_torch.state import FIELDS, ScalingState, moved
+from fp8kit_torch.stateful import StatefulModule, prepare_all
 from fp8kit_torch.texts import encode
-from fp8kit_torch.views import as_view, kind_of
+from fp8kit_torch.views import kind_of
 
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
-_MODULES: weakref.WeakSet[TransformerEngineBaseModule] = weakref.WeakSet()
+_CALL_LIMIT = 256  # requests of a layer: recipes, options
 
 
-class TransformerEngineBaseModule(ParameterModule):
+class TransformerEngineBaseModule(StatefulModule):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
-    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed scaling. Forward slots per GEMM:
-    input, weight, output; backward: grad_output, grad_input. A subclass names its operation and its GEMMs (prefixes of the operation's
-    names), says its spec in high precision (``set_spec``), and gives ``weight_inputs`` and ``calibrate``.
+    A subclass names its operation and its GEMMs (prefixes of the operation's names), says its spec in high precision (``set_spec``), and
+    gives ``weight_inputs`` and ``calibrate``. ``StatefulModule`` says what is kept.
     """
 
     operation: str
-    holds = True  # whether quantized_model_init concerns its weights
-    _held: Held | None = None
     fuse_wgrad_accumulation = False
-    gemms: tuple[str, ...] = ("",)
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fp8_meta: dict[str, ScalingState] = {}
-        self._forget()
-        _MODULES.add(self)
-
-    def set_spec(self, spec: Any) -> None:
-        """The operation's spec in high precision; recipes and call options vary it."""
-        self._spec, self._spec_text = spec, encode(spec)
-        self._held = held_now() if self.holds else None
-        self._hold()
-
-    def _hold(self) -> None:
-        """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they are made."""
-        if self._held is None:
-            return
-        weights, parts = self.weight_inputs(), layer_products(self._spec)
-        if len(weights) != len(self.gemms):
-            got = f"{len(weights)} weights for {len(parts)} products in {type(self).__name__}"
-            wanted = "one a product, which has one scale (no parameters_split; fuse_qkv_params=True in attention)"
-            raise NotImplementedError(expected("quantized_model_init", "weights", got, wanted))
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for weight in weights.values():
-            if not weight.is_meta and not isinstance(weight, QuantizedTensor):
-                self._parameters[names[id(weight)]] = self._held.parameter(weight)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """As ``ParameterModule``; weights in FP8 are cast anew."""
-        check(type(self).__name__, CALLED, {"defer_init": defer_init})
-        if not defer_init and self._held is not None:
-            for name, parameter in self._parameters.items():
-                if isinstance(parameter, QuantizedTensor):
-                    self._parameters[name] = Parameter(torch.empty_like(parameter), parameter.requires_grad)
-        super().reset_parameters(defer_init)
-        if not defer_init:
-            self._hold()
-
-    def _forget(self) -> None:
-        """Drop what is derived from the rest."""
-        self._calls: dict[Any, tuple[Call, Any]] = {}
-        self._wired: tuple[Recipe, bool, Wiring] | None = None
-        self._fp8: tuple[Recipe, Fp8] | None = None
-        self._weights: tuple[str, dict[str, Tensor]] | None = None
-
     # --- what a subclass gives ----------------------------------------------------------------------------------------
-
-    def weight_inputs(self) -> dict[str, Tensor]:
-        """The weights by their name in the operation."""
-        raise NotImplementedError
 
     def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
         """The amaxes of each GEMM's input (slot 3 i) and weight (3 i + 1) of a high-precision pass."""
@@ -227,14 +172,14 @@ class TransformerEngineBaseModule(ParameterModule):
         history = self.fp8_meta["scaling_fwd"].amax_history
         torch.fmax(history[0], row, out=history[0])
 
-    def wiring(self, recipe: Recipe, training: bool, record: bool, kept: recompute.Kept | None) -> Wiring:
+    def wiring(self, recipe: Recipe, training: bool, record: bool, kept: Kept | None) -> Wiring:
         """How this call hangs on the state of delayed scaling, which is touched where amaxes are recorded: not in a pass that is done
         again, which has the scales of the first one (``kept``)."""
         found, forward = self._wire(recipe, record), self.fp8_meta["scaling_fwd"]
         if kept is not None:
-            assert kept.scale is not None
+            assert kept.scales is not None
             ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
-            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scale, forward.device), front=None, ticket=ticket)
+            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scales, forward.device), front=None, ticket=ticket)
         if record:
             forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
             touch_forward(forward, recipe, training)
@@ -258,21 +203,12 @@ class TransformerEngineBaseModule(ParameterModule):
                 more |= {"main_grad": kind_of(fused.dtype).name, "overwrite_grad": fused.overwrite}
             spec = layer_spec(self._spec, fp8, cached, bias, tuple(options.items()), tuple(more.items()))
             made = call(self.operation, spec, tuple(tensors), self.gemms if fp8 is not None else (), scaled)
+            if len(self._calls) >= _CALL_LIMIT:
+                self._calls.clear()
             found = self._calls[key] = (made, fp8)  # fp8 is held, so that its id stays its own
         return found[0]
 
     # --- delayed scaling ----------------------------------------------------------------------------------------------
-
-    def prepare(self, history_len: int, resize: bool = True) -> None:
-        """Make the FP8 state where there is none, and give its history that length."""
-        weight = next(iter(self.weight_inputs().values()))
-        for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
-            state = self.fp8_meta.get(name)
-            if state is None:
-                self.fp8_meta[name] = ScalingState(slots * len(self.gemms), history_len, weight.device)
-            elif resize and state.history_len != history_len:
-                state.resize(history_len)
-                self._wired = None
 
     def _wire(self, recipe: Recipe, record: bool) -> Wiring:
         """The state's views by the operation's names. Where amaxes are to be recorded, the history gets the recipe's length."""
@@ -358,50 +294,6 @@ class TransformerEngineBaseModule(ParameterModule):
             self._weights = (text, made)
         return self._weights[1]
 
-    # --- moving, saving, loading --------------------------------------------------------------------------------------
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        whole = self._parameters
-        self._parameters = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
-        super()._apply(fn, recurse)
-        for parameter in whole.values():
-            if isinstance(parameter, QuantizedTensor):
-                parameter.follow(fn)
-        self._parameters = {name: self._parameters.get(name, parameter) for name, parameter in whole.items()}
-        self.fp8_meta = moved(self.fp8_meta, fn)
-        self._forget()
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
-        return self.__dict__ | {"_calls": {}, "_wired": None, "_fp8": None, "_weights": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _MODULES.add(self)
-
-    def get_extra_state(self) -> Tensor:
-        """The FP8 state as uint8 (n,) on the CPU, see ``extra_state``; (0,) before the first step with delayed scaling."""
-        parts = {f"{name}.{field}": part for name, state in self.fp8_meta.items() for field, part in zip(FIELDS, state.parts, strict=True)}
-        return extra_state.pack(parts)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Take over what ``get_extra_state`` gave. CheckpointError where it does not fit, with nothing changed."""
-        parts = extra_state.unpack(state)
-        checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
-        device = next(iter(self.weight_inputs().values())).device
-        device = torch.device("cpu") if device.type == "meta" else device
-        self.fp8_meta = {name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS]) for name in checked}
-        self._forget()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-                              unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if f"{prefix}_extra_state" in missing_keys:  # weights of a model that was never in FP8
-            missing_keys.remove(f"{prefix}_extra_state")
-        self._weights = None
-
-
 def _of(wiring: Wiring, prefix: str) -> Wiring:
     """The part of a wiring that one weight's cast reads and writes."""
     if wiring is NO_STATE:
@@ -409,13 +301,3 @@ def _of(wiring: Wiring, prefix: str) -> Wiring:
     scales = {f"{prefix}{operand}_scale": wiring.scales[f"{prefix}{operand}_scale"] for operand in "xw"}
     front = None if wiring.front is None else {f"{prefix}w_amax": wiring.front[f"{prefix}w_amax"]}
     return Wiring(scales, front)
-
-
-@torch.compiler.assume_constant_result
-def prepare_all(history_len: int) -> int:
-    """Before a compiled function reads FP8 state: every live module has one, its history as long as the recipe says. All of them at once,
-    so that layers that share their compiled code do not each ask for another compilation."""
-    for module in list(_MODULES):
-        if not next(iter(module.weight_inputs().values())).is_meta:
-            module.prepare(history_len)
-    return history_len

@@ -82,7 +82,8 @@ class Block:
         room = _SCRATCH.room(self.size, device, stream)
         views: Views | None = room.carved.get(self)
         if views is None:
-            views = room.carved[self] = self._laid(room.ptr, room.owner, device)
+            views = self._laid(room.ptr, room.owner, device)
+            room.keep(self, views)
         return views
 
     def _laid(self, start: int, owner: object, device: Device) -> Views:
@@ -289,13 +290,21 @@ class Ready:
             amaxes = amax_views(self.front, row, place)
         views: Any = {**scales}
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
-            views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
+            views[name] = ArrayView(tensor.data_ptr() or self._nowhere(name, tensor), shape, kind, place, tensor)
         outputs, filled = self._filled(self.outputs, amaxes)
         block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.parts else None
         saved = {} if block is None else self.saved.carve(block, place)
         stream = self.stream()
         self.operation.forward(self.plan, views, filled, saved, self.scratch.room(place, device, stream, self.eager), stream)
         return outputs, row, block
+
+    def _nowhere(self, name: str, tensor: Tensor) -> int:
+        """The address of a tensor without elements. FormatError for one that stands for values that are elsewhere."""
+        if tensor.numel():
+            argument = argument_of(self.operation.name, name, [own for own, _, _ in self.inputs])
+            wanted = "a tensor with memory of its own: a DTensor's to_local(), a real one for a FakeTensor"
+            raise FormatError(expected(self.operation.name, argument, f"a {type(tensor).__name__} without memory", wanted))
+        return 0
 
     def backward(
         self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,

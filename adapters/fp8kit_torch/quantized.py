@@ -46,6 +46,7 @@ class QuantizedTensor(torch.Tensor):
     * ``dequantize()``: decode(code) / scale, in its dtype; differentiable. Any other operation of torch works on these values.
     * ``copy_`` and operations in place cast what they write. A plain optimiser thus loses updates that are smaller than a step between
       codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters and casts them.
+    * Slices and other views are copies of values: ``weight[0] = 1`` writes to the codes, ``weight[0].fill_(1)`` to a copy.
     * ``to(device)`` moves codes and scales, ``to(dtype)`` gives a plain tensor; a module's ``to`` keeps codes and scales in both cases.
       Not for ``torch.compile``.
     """
@@ -194,9 +195,10 @@ class QuantizedTensor(torch.Tensor):
         written = {}
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if argument.is_write and isinstance(value, QuantizedTensor):
-                value._take(decoded[id(value)])
-                written[id(decoded[id(value)])] = value
+            for one in (value if isinstance(value, list | tuple) else (value,)) if argument.is_write else ():
+                if isinstance(one, QuantizedTensor):  # also one of a list, as optimisers with foreach=True write them
+                    one._take(decoded[id(one)])
+                    written[id(decoded[id(one)])] = one
         return tree_map(lambda value: written.get(id(value), value), out) if written else out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

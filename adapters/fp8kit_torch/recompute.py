@@ -7,10 +7,9 @@ random state gives dropout the same numbers.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,86 +21,33 @@ from fp8kit.arguments import function as callable_
 from fp8kit.autocast import current, resumed
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import ArgumentError, expected
-from fp8kit.layers import recomputed
+from fp8kit.layers import Kept, Pass, Passes
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.checks import check, one, optional
 from fp8kit_torch.state import open_walk
 
 
-class Kept(NamedTuple):
-    """What one call of an FP8 layer found in the first pass: the layer, a copy of its forward scales, cached weights if it took any."""
+class _Pass(Pass):
+    """A ``Pass``; a later one knows the backward pass that it belongs to (``walk``)."""
 
-    owner: object
-    scale: Tensor | None
-    weights: Any
-
-
-class _Pass:
-    """A pass over a checkpointed function: the ``first``, which fills ``calls``, or a later one, which reads them in the same order.
-
-    A first pass may run within an outer checkpoint: ``above`` is that one's first pass, which remembers the calls too, or its later pass,
-    which this one reads from. ``walk``: the backward pass that a later pass belongs to.
-    """
-
-    def __init__(self, first: bool, calls: list[Kept], above: _Pass | None, walk: int | None = None) -> None:
-        self.first, self.calls, self.above, self.walk = first, calls, above, walk
-        self.position = 0
-
-    def next(self, owner: object) -> Kept:
-        kept: Kept = recomputed(self.calls, self.position, owner)
-        self.position += 1
-        return kept
+    def __init__(self, first: bool, calls: list[Kept], above: Pass | None, walk: int | None) -> None:
+        super().__init__(first, calls, above)
+        self.walk = walk
 
 
-class _Thread(threading.local):
-    running: _Pass | None = None
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def _running(running: _Pass) -> Iterator[None]:
-    before, _thread.running = _thread.running, running
-    try:
-        yield
-    finally:
-        _thread.running = before
-
-
-def first() -> bool:
-    """Whether this is a checkpoint's first pass: perhaps unrecorded, but a training step all the same."""
-    running = _thread.running
-    return running is not None and running.first
-
-
-def recall(owner: object) -> Kept | None:
-    """What this call of ``owner`` found in the first pass that is being recomputed; None where none is."""
-    running = _thread.running
-    if running is None:
-        return None
-    if not running.first:
-        return running.next(owner)
-    if running.above is None or running.above.first:
-        return None
-    running.calls.append(running.above.next(owner))
-    return running.calls[-1]
+_passes = Passes()
+first, recall = _passes.first, _passes.recall
 
 
 def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     """In a first pass: keep what this call of ``owner`` found, its scales by value."""
-    running = _thread.running
-    if running is None or not running.first:
-        return
-    kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
-    while running is not None:
-        running.calls.append(kept)
-        running = running.above
+    if _passes.first():
+        _passes.keep(Kept(owner, None if scale is None else scale.detach().clone(), weights))
 
 
 def walk() -> int | None:
     """The backward pass, the outermost one, that a recomputation runs for; None where none is running."""
-    running = _thread.running
+    running = _passes.running
     return None if running is None else running.walk
 
 
@@ -109,7 +55,7 @@ class _Around:
     """What a checkpoint found around it, and its two passes as context managers."""
 
     def __init__(self, tracker: Any, context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]) -> None:
-        self.above, self.walk = _thread.running, walk()
+        self.above, self.walk = _passes.running, walk()
         self.calls: list[Kept] = []
         self.state, self.policy, self.tracker = current(), get_policy(), tracker
         self.states: Mapping[str, Tensor] | None = None if tracker is None else dict(tracker.get_states())
@@ -119,7 +65,7 @@ class _Around:
     def one(self) -> Iterator[None]:
         """Around the first pass."""
         self.calls.clear()
-        with self.own[0], _running(_Pass(True, self.calls, self.above, self.walk)):
+        with self.own[0], _passes.within(_Pass(True, self.calls, self.above, self.walk)):
             yield
 
     @contextmanager
@@ -130,7 +76,7 @@ class _Around:
             self.tracker.set_states(self.states)
         later = _Pass(False, self.calls, None, open_walk() if self.walk is None else self.walk)
         try:
-            with self.own[1], resumed(self.state), policy_context(self.policy), _running(later):
+            with self.own[1], resumed(self.state), policy_context(self.policy), _passes.within(later):
                 yield
         finally:
             if self.tracker is not None:

@@ -156,14 +156,17 @@ def held() -> Iterator[None]:
 
 class _Walk:
     """The end of a backward pass, called by autograd's engine. Where the pass fails the engine lets go of it uncalled: then what the pass
-    recorded is dropped."""
+    recorded is dropped, as is what an update that raises leaves."""
 
     def __init__(self, walk: int) -> None:
         self.walk = walk
 
     def __call__(self) -> None:
-        for recipe, states in _WALKS.pop(self.walk).values():
+        groups = _WALKS[self.walk]
+        for key, (recipe, states) in list(groups.items()):
             update(recipe, list(states.values()), forward=False)
+            del groups[key]
+        del _WALKS[self.walk]
 
     def __del__(self) -> None:
         for _, states in _WALKS.pop(self.walk, {}).values():
@@ -173,12 +176,18 @@ class _Walk:
                 state.drop()
 
 
+_pass_now: Callable[[], int] = torch._C._current_graph_task_id
+_at_its_end: Callable[[_Walk], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
 def open_walk() -> int:
-    """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one."""
-    walk = int(torch._C._current_graph_task_id())
+    """The backward pass that runs now, at whose end the states that it recorded are updated. Called within one, by any of its threads:
+    there is one for each device."""
+    walk = _pass_now()
     if walk not in _WALKS:
-        _WALKS[walk] = {}
-        torch.autograd.Variable._execution_engine.queue_callback(_Walk(walk))
+        own: dict[int, tuple[Recipe, dict[int, ScalingState]]] = {}
+        if _WALKS.setdefault(walk, own) is own:  # one thread's
+            _at_its_end(_Walk(walk))
     return walk
 
 
@@ -187,9 +196,7 @@ def finish_backward(recipe: Recipe, state: ScalingState, walk: int | None = None
     if _HELD:
         return
     groups = _WALKS[open_walk() if walk is None else walk]
-    found = groups.get(id(recipe))
-    if found is None:
-        found = groups[id(recipe)] = (recipe, {})
+    found = groups.get(id(recipe)) or groups.setdefault(id(recipe), (recipe, {}))
     found[1][id(state)] = state
 
 

@@ -1,4 +1,6 @@
-"""Names of Transformer Engine that fp8kit has nothing for: they can be imported, and say so when they are used."""
+"""Names of Transformer Engine that fp8kit has nothing for. They are not there, so that a program that asks (``hasattr``, an import within
+``try``) takes its other path; the error of one that does not ask says why. And functions of which the neutral arguments can be served.
+"""
 
 from __future__ import annotations
 
@@ -40,30 +42,10 @@ _NAMES = {
 WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 
 
-class _Later(type):
-    """Makes classes none of which has an instance: to call one, or ask it for anything, is refused."""
-
-    why: str
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"fp8kit_torch: {cls.__name__} is not supported: {cls.why}")
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"fp8kit_torch: {cls.__name__}.{name} is not supported: {cls.why}")
-
-
-_MADE: dict[str, type] = {}
-
-
-def later(module: str, name: str) -> Any:
-    """What stands for a name that is in ``WHY``; AttributeError for any other of ``module``."""
-    if name not in WHY:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    if name not in _MADE:
-        _MADE[name] = _Later(name, (), {"__module__": __name__, "__doc__": f"Not supported: {WHY[name]}.", "why": WHY[name]})
-    return _MADE[name]
+def missing(module: str, name: str) -> AttributeError:
+    """What ``module.name`` raises where there is no such name, with the reason for one of Transformer Engine's."""
+    why = f", which is not supported: {WHY[name]}" if name in WHY else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{why}", name=name)
 
 
 def get_cpu_offload_context(enabled: bool = False, num_layers: int = 1, model_layers: int = 1, offload_activations: bool = True,

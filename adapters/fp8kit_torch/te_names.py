@@ -1,7 +1,7 @@
 """``as_transformer_engine``: programs written for Transformer Engine import this door under that name. Nothing here happens by itself.
 
 Only names change: ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of Transformer Engine that there is nothing for
-can be imported and say so when they are used (``te_later``); any others are not there.
+are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why (``te_later``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from fp8kit import recipe as recipes
 from fp8kit.errors import BackendError, RecipeError, expected
-from fp8kit_torch.te_later import later
+from fp8kit_torch.te_later import WHY, missing
 
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
@@ -86,16 +86,19 @@ class DelayedScaling(metaclass=_OldDelayedScaling):
     ``interval=1`` and ``override_linear_precision=(False, False, False)``. RecipeError otherwise."""
 
 
-def _module(name: str, parts: Iterable[ModuleType], package: bool = True) -> ModuleType:
-    """A module of that name with the public names of ``parts``."""
+def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
+    """A module of that name with the public names of ``parts``; a package, so that ``_Finder`` is asked for what it lacks."""
     made = ModuleType(name, f"fp8kit under the name {name}.")
-    made.__spec__ = ModuleSpec(name, None, is_package=package)
-    if package:
-        made.__path__ = []
+    made.__spec__ = ModuleSpec(name, None, is_package=True)
+    made.__path__ = []
     for part in parts:
         for key in getattr(part, "__all__", None) or [key for key in vars(part) if not key.startswith("_")]:
             setattr(made, key, getattr(part, key))
-    made.__getattr__ = lambda key: later(name, key)  # type: ignore[method-assign]
+
+    def lacking(key: str) -> Any:
+        raise missing(name, key)
+
+    made.__getattr__ = lacking  # type: ignore[method-assign]
     return made
 
 
@@ -132,11 +135,15 @@ class _Distribution(importlib.metadata.Distribution):
 
 class _Finder:
     """Answers for ``transformer_engine``: its modules are in ``sys.modules`` already, and any other name of it is refused, lest a file of
-    fp8kit_torch be loaded a second time, or parts of an installed Transformer Engine be mixed in."""
+    fp8kit_torch be loaded a second time, or parts of an installed Transformer Engine be mixed in. Python asks it for the name in
+    ``from module import name`` too, where the module has none of that name."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """None for other packages; ModuleNotFoundError for what fp8kit does not have."""
-        if name.partition(".")[0] in ("transformer_engine", "transformer_engine_torch"):
+        """None for other packages; ImportError for what fp8kit does not have: a ModuleNotFoundError unless ``WHY`` has a reason."""
+        top, module, last = name.partition(".")[0], *name.rpartition(".")[::2]
+        if last in WHY and (top == "transformer_engine" or module == "fp8kit_torch"):
+            raise ImportError(f"{missing(module, last)}", name=module)
+        if top in ("transformer_engine", "transformer_engine_torch"):
             raise ModuleNotFoundError(f"{name}: fp8kit_torch, which stands for transformer_engine here, does not have it", name=name)
 
     def find_distributions(self, context: Any) -> Iterable[importlib.metadata.Distribution]:
@@ -155,7 +162,7 @@ def as_transformer_engine() -> ModuleType:
         if isinstance(getattr(known, "__fp8kit__", None), _Finder):
             return known
         raise BackendError(expected("as_transformer_engine", "transformer_engine", "imported already", "a call before its first import"))
-    recipe = _module("transformer_engine.common.recipe", [recipes], package=False)
+    recipe = _module("transformer_engine.common.recipe", [recipes])
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
     made = {"transformer_engine": _module("transformer_engine", []), "transformer_engine.common": _module("transformer_engine.common", []),
             "transformer_engine.common.recipe": recipe}

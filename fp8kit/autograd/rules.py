@@ -16,7 +16,7 @@ from fp8kit.autograd.tape import Edge, Node
 from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
-from fp8kit.formats import DType, uint8
+from fp8kit.formats import DType, int64, uint8
 from fp8kit.scratch import scratch
 from fp8kit.spec import Meta, Operation, Plan
 
@@ -56,7 +56,7 @@ class Block:
         views: dict[str, ArrayView] | None = room.carved.get(self)
         if views is None:
             views = {n: ArrayView(room.ptr + at, shape, dtype, device, room.owner) for n, at, shape, dtype in self.parts}
-            room.carved[self] = views
+            room.keep(self, views)
         return views
 
 
@@ -125,6 +125,7 @@ def apply(
     late: Mapping[str, ArrayView] = _NOTHING,
     finish: Finish | None = None,
     owner: object = None,
+    draw: Callable[[arrays.Device], ArrayView] | None = None,
 ) -> dict[str, Tensor]:
     """Run an operation on tensors and record it.
 
@@ -133,6 +134,7 @@ def apply(
     * ``late``: what backward reads beside the kept inputs, with the values it has then (the gradients' scales).
     * ``finish``: (function, item), called once after a whole backward walk; see ``tape.Node``.
     * ``owner``: the object whose attributes the parameters are: errors call them by the attributes' names.
+    * ``draw``: gives the input ``rng``, int64 [2]. It is asked last: a call that is refused leaves the random state where it was.
 
     Returns the outputs by name. Raises what ``infer`` raises, and BackendError when the inputs live on different devices.
     """
@@ -158,6 +160,8 @@ def apply(
             argument = name_in(owner, name, value)
             raise BackendError(expected(operation.name, argument, f"device {view.device}", f"device {device}, where the other inputs are"))
     assert device is not None
+    if draw is not None:
+        views["rng"] = ArrayView(0, (2,), int64, device)  # stands for what is drawn below
     wanted = tuple(needs)
     unrecorded = tape.probe()
     if unrecorded is not None:
@@ -172,7 +176,10 @@ def apply(
     outputs = allocate(signature.outputs, device, given)
     saved = ready.saved.carve(device)
     stream = arrays.current_stream(device)
-    operation.forward(plan, views, outputs, saved, ready.scratch.room(device, stream), stream)
+    temporaries = ready.scratch.room(device, stream)
+    if draw is not None:
+        views["rng"] = draw(device)
+    operation.forward(plan, views, outputs, saved, temporaries, stream)
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = _passed(inputs[source], views[source])

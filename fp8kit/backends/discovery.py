@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fp8kit import settings
@@ -35,21 +36,57 @@ class Discovered(NamedTuple):
     error: str = ""
 
 
+class Loaded(NamedTuple):
+    """A plugin's module or function, ``found``, or why there is none: the ``error`` and its ``traceback``. ``unfinished``: its module is
+    being imported further up in this thread, or waits for this thread."""
+
+    name: str
+    source: str
+    found: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    unfinished: bool = False
+
+
 def discover_plugin(registry: OpRegistry) -> tuple[Discovered, ...]:
     """Register every plugin that is installed (entry points of the group ``fp8kit.plugins``) or named by FP8KIT_PLUGIN_MODULES.
 
     A plugin is a module with ``register(registry)`` (or ``te_fl_register``), or that function itself. Raises nothing: what fails is logged
     and told in the answer.
     """
-    found: list[Discovered] = []
+    return register_plugins(registry, load_plugins())
+
+
+def load_plugins() -> list[Loaded]:
+    """Import what is installed or named. To be called without any lock: the module may compute, and so may one that another thread is
+    importing and that this one then waits for."""
+    found = []
+    for name, source, module, load in (*_from_entry_points(), *_from_variable()):
+        try:
+            found.append(Loaded(name, source, load(), unfinished=_unfinished(module)))
+        except (Exception, SystemExit) as error:
+            found.append(Loaded(name, source, None, error, traceback.format_exc(), _unfinished(module)))
+    return found
+
+
+def _unfinished(module: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
+
+
+def register_plugins(registry: OpRegistry, plugins: Iterable[Loaded]) -> tuple[Discovered, ...]:
+    """Let what was loaded register itself; see ``discover_plugin``."""
+    told: list[Discovered] = []
     done: set[Any] = set()
-    for name, source, load in (*_from_entry_points(), *_from_variable()):
+    for plugin in plugins:
+        name, source = plugin.name, plugin.source
         with LOCK:
             before, version = registry.snapshot(), registry.version
             try:
-                function = _function(name, load())
+                if plugin.error is not None:
+                    raise plugin.error
+                function = _function(name, plugin.found)
                 if function in done:  # named twice
-                    found.append(Discovered(name, source, True))
+                    told.append(Discovered(name, source, True))
                     continue
                 function(registry)
                 done.add(function)
@@ -57,14 +94,14 @@ def discover_plugin(registry: OpRegistry) -> tuple[Discovered, ...]:
             except (Exception, SystemExit) as error:
                 if registry.version != version:
                     registry.restore(before)
-                found.append(Discovered(name, source, False, 0, traceback.format_exc()))
+                told.append(Discovered(name, source, False, 0, plugin.traceback or traceback.format_exc()))
                 log.error("plugin %s (%s) failed and is left out: %s: %s; `fp8kit plugins list` shows where", name, source,
                           type(error).__name__, error)  # fmt: skip
             else:
                 count = _count(registry) - sum(map(len, before.impls_by_op.values()))
-                found.append(Discovered(name, source, True, count))
+                told.append(Discovered(name, source, True, count))
                 log.info("plugin %s (%s): %d implementations", name, source, count)
-    return tuple(found)
+    return tuple(told)
 
 
 def _count(registry: OpRegistry) -> int:
@@ -79,15 +116,15 @@ def _want_own_names(name: str, registry: OpRegistry, before: set[Any]) -> None:
                 raise BackendError(expected("plugin", name, f"impl_id {impl.impl_id!r}", wanted))
 
 
-def _from_entry_points() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+def _from_entry_points() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     for point in sorted(importlib.metadata.entry_points(group=PLUGIN_GROUP), key=lambda p: (p.name, p.value)):
         source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else f"entry point {point.value}"
-        yield point.name, source, point.load
+        yield point.name, source, point.module, point.load
 
 
-def _from_variable() -> Iterator[tuple[str, str, Callable[[], Any]]]:
+def _from_variable() -> Iterator[tuple[str, str, str, Callable[[], Any]]]:
     for module in settings.plugin_modules():
-        yield module, PLUGIN_MODULES_ENV, lambda module=module: importlib.import_module(module)  # type: ignore[misc]
+        yield module, PLUGIN_MODULES_ENV, module, lambda module=module: importlib.import_module(module)  # type: ignore[misc]
 
 
 def _function(name: str, found: Any) -> Callable[[OpRegistry], Any]:

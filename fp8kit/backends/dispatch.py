@@ -76,9 +76,11 @@ def kernels(device: Device) -> Any:
 
 
 def _chosen(device: Device, policy: SelectionPolicy) -> Any:
+    found = _MANAGER.choose(device, policy)
     with LOCK:  # what is kept here is forgotten with the manager's own when the registry changes
-        policy.chosen[device] = found = _MANAGER.choose(device, policy)
-        return found
+        if _MANAGER.table.get((device, id(policy))) is found:
+            policy.chosen[device] = found
+    return found
 
 
 _FINGERPRINT: tuple[int, str] = (-1, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,7 @@ class OpManager:
         self.registry.on_change(self._forget)
         self._loaded: set[str] = set()
         self._discovered: tuple[Discovered, ...] | None = None
+        self._registering: int | None = None  # the thread that lets plugins register
 
     # --- what there is ---------------------------------------------------------------------------------------------------
 
@@ -62,26 +64,38 @@ class OpManager:
         wanted = [name for name, served in IN_TREE.items() if kind in (None, served)]
         if self._discovered is not None and self._loaded.issuperset(wanted):
             return
+        # nothing is imported under the lock: a module that another thread is importing may compute, which asks for the lock
+        modules = {name: importlib.import_module(f"fp8kit.backends.{name}") for name in wanted if name not in self._loaded}
         with LOCK:
-            for name in wanted:
+            for name, module in modules.items():
                 if name not in self._loaded:
                     before = self.registry.snapshot()
                     try:
-                        importlib.import_module(f"fp8kit.backends.{name}").register(self.registry)
+                        module.register(self.registry)
                     except BaseException:
                         self.registry.restore(before)
                         raise
                     self._loaded.add(name)
-            self.discovered()
+        self.discovered()
 
     def discovered(self) -> tuple[Discovered, ...]:
-        """The plugins that were found, and what became of them. Looks for them at the first call."""
-        with LOCK:
-            if self._discovered is None:
-                settings.set_log_level()
-                self._discovered = ()  # a plugin may compute while it registers
-                self._discovered = discovery.discover_plugin(self.registry)
-            return self._discovered
+        """The plugins that were found, and what became of them. Looks for them at the first call. A plugin whose module computes while it
+        is imported does that without plugins: they are looked for again by who asks next."""
+        if self._discovered is None:
+            if self._registering == threading.get_ident():  # a plugin computes while it registers
+                return ()
+            plugins = discovery.load_plugins()
+            if any(plugin.unfinished for plugin in plugins):
+                return ()
+            with LOCK:
+                if self._discovered is None:
+                    settings.set_log_level()
+                    self._registering = threading.get_ident()
+                    try:
+                        self._discovered = discovery.register_plugins(self.registry, plugins)
+                    finally:
+                        self._registering = None
+        return self._discovered
 
     def _forget(self) -> None:
         for found in self.table.values():
@@ -109,8 +123,10 @@ class OpManager:
         """``candidates`` for a device whose compute capability times ten ``arch()`` says, None where that does not matter."""
         if op_name not in KERNELS:
             raise BackendError(expected("candidates", "op_name", repr(op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
-        policy = policies.get_policy() if policy is None else policy
         self.ensure_initialized(device.kind)
+        return self._ranked(op_name, device, policies.get_policy() if policy is None else policy, arch)
+
+    def _ranked(self, op_name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> tuple[list[OpImpl], Refusals]:
         if op_name in SERVES:
             return self._companions(op_name, device, policy, arch)
         first, refused = self._overriding(op_name, device, policy, arch)
@@ -191,11 +207,12 @@ class OpManager:
                 self._forget()
             # the policy is kept with what was chosen by it: its identity stays its own as long as the key lives
             found = SimpleNamespace(policy=policy, **{name: self._function(name, device, policy, arch) for name in KERNELS})
-            self.table[device, id(policy)] = found
+            if self._discovered is not None:  # else what is there now is not all that there will be
+                self.table[device, id(policy)] = found
             return found
 
     def _function(self, name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> Callable[..., Any]:
-        usable, refused = self.ranked(name, device, policy, arch)
+        usable, refused = self._ranked(name, device, policy, arch)
         if name in SERVES:
             return _largest(name, usable)
         if not usable:
@@ -206,7 +223,9 @@ class OpManager:
                 say_once(logging.WARNING, "%s: %s is left out on %s: %s", name, impl.impl_id, device, why)
         log.debug("%s on %s: %s", name, device, ", ".join(impl.impl_id for impl in usable))
         functions = [checked(impl) for impl in usable]
-        return functions[0] if policy.strict or len(functions) == 1 else chain(usable, functions)
+        if policy.strict:
+            return _alone(usable[0], functions[0])
+        return functions[0] if len(functions) == 1 else chain(usable, functions)
 
     # --- by operation ----------------------------------------------------------------------------------------------------
 
@@ -312,6 +331,19 @@ def checked(impl: OpImpl) -> Callable[..., Any]:
         if first is not None and first.dtype.name not in names:
             raise CannotTake(f"dtype {first.dtype.name} of {name} is not among {', '.join(sorted(names))}")
         return function(*args, **named)
+
+    return call
+
+
+def _alone(impl: OpImpl, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of a strict policy: what it cannot take is the caller's error, which names it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return function(*args, **named)
+        except CannotTake as reason:
+            raise CannotTake(f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}), and the policy is strict") from reason
 
     return call
 

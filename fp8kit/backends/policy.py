@@ -103,6 +103,8 @@ class SelectionPolicy:
             return f"vendor {impl.vendor!r} is denied"
         if vendor is not None and self.allow_vendors is not None and vendor not in self.allow_vendors:
             return f"vendor {impl.vendor!r} is not among the allowed"
+        if self.deterministic and not impl.deterministic:
+            return "fk.deterministic is in force, and it may give other bits in another run"
         return None
 
     def order(self, op_name: str, impls: list[OpImpl]) -> list[OpImpl]:

@@ -60,6 +60,7 @@ class OpImpl:
       implementation. None: all.
     * ``min_arch``: least compute capability times ten (89, 90), on devices that have one. None: any.
     * ``devices``: device kinds that it runs on.
+    * ``deterministic``: it gives the same bits for the same arguments every time; otherwise ``fk.deterministic`` leaves it out.
 
     BackendError for an unknown kernel or dtype, a VENDOR without a name, a ``fn`` that cannot be called.
     """
@@ -73,6 +74,7 @@ class OpImpl:
     supported_dtypes: frozenset[str] | None = None
     min_arch: int | None = None
     devices: frozenset[str] = frozenset({"cpu"})
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         def want(argument: str, fits: bool, wanted: str) -> None:
@@ -89,6 +91,7 @@ class OpImpl:
             object.__setattr__(self, "priority", PRIORITY[self.kind])
         want("priority", isinstance(self.priority, int), "an int")
         want("min_arch", self.min_arch is None or isinstance(self.min_arch, int), "an int, the compute capability times ten, or None")
+        want("deterministic", isinstance(self.deterministic, bool), "True or False")
         for argument in ("supported_dtypes", "devices"):
             value = getattr(self, argument)
             want(argument, not isinstance(value, str), "a set of names")

@@ -26,7 +26,7 @@ import fp8kit
 from fp8kit.arrays import CPU, Device
 from fp8kit.bench.sizes import FULL, SMALL, Sizes
 
-PACKAGES = ("numpy", "ml_dtypes", "numba", "tbb", "safetensors", "matplotlib", "cupy-cuda13x", "nvmath-python", "cuda-bindings",
+PACKAGES = ("numpy", "ml_dtypes", "numba", "tbb", "matplotlib", "cupy-cuda13x", "nvmath-python", "cuda-bindings",
             "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "torch", "jax", "jax-tvm-ffi")
 Row = dict[str, Any]
 # figure -> how it is printed

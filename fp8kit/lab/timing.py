@@ -158,7 +158,7 @@ class _Maker:
         rules = Rules(window=(-1, 0), softmax_scale=0.125)
         given: dict[str, Any] = {name: self.h(*shape) for name in ("q", "k", "v")} | {"o": self.new(self.dtype, *shape)}
         given["lse"] = self.new(float32, shape[1], shape[2], s)
-        room = self.room(self.kernels.attention_workspace(shape, shape, shape, None, self.dtype, rules, backward))
+        room = self.room(self.kernels.attention_workspace(shape, shape, shape, None, self.dtype, rules, backward, True, ()))
         common = {"extras": AttentionExtras(), "spec": rules, "workspace": room}
         if not backward:
             return given | common

@@ -11,7 +11,7 @@ from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, ShapeError, expected, on_behalf_of
-from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, turned_segments
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, pair_of, turning
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, later
@@ -214,43 +214,19 @@ class MultiheadAttention(Module):
 
     def _turned(self, layers: Mapping[str, Tensor], rotary_pos_emb: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
         """The projections with queries and keys turned by their positions; values as they are."""
-        op, core = "MultiheadAttention", self.core_attention
-        pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple | list) else (rotary_pos_emb, rotary_pos_emb)
-        if len(pair) != 2:
-            raise ArgumentError(expected(op, "rotary_pos_emb", f"{len(pair)} arrays", "one, or a pair for queries and keys"))
-        heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        found, inference_params = dict(layers), options.get("inference_params")
-        if inference_params is not None and not isinstance(inference_params, InferenceParams):
-            raise ArgumentError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
+        op, core, cache = "MultiheadAttention", self.core_attention, options.get("inference_params")
+        if cache is not None and not isinstance(cache, InferenceParams):
+            raise ArgumentError(expected(op, "inference_params", shown(cache), "InferenceParams or None"))
+        pair, found = pair_of(op, "rotary_pos_emb", rotary_pos_emb), dict(layers)
         for name, layer in layers.items():
-            parts = PARTS[name]
-            if parts == "v":
-                continue
-            segments = turned_segments(parts, heads, groups, dim, pair[0] is pair[1])
-            inputs: dict[str, Tensor | ArrayView | None] = {"x": layer}
-            for part, freqs in zip("qk", pair, strict=True):
-                if part in parts:
-                    turns = angles(op, "rotary_pos_emb", freqs)
-                    if inference_params is not None and turns.shape[0] < inference_params.max_seqlen_kv:
-                        wanted = f"at least the {inference_params.max_seqlen_kv} of the longest sequence in the cache"
-                        raise ShapeError(expected(op, "rotary_pos_emb", f"{turns.shape[0]} positions", wanted))
-                    inputs["freqs" if part == "q" or pair[0] is pair[1] else "k_freqs"] = arrays.to(turns, layer.device)
-            if core.qkv_format == "thd":
-                side = "q" if "q" in parts or inference_params is not None else "kv"
-                lengths, starts = options.get(f"cu_seqlens_{side}"), options.get(f"cu_seqlens_{side}_padded")
-                if lengths is None and inference_params is not None:
-                    lengths = inference_params.cu_seqlens_q
-                for given, name_of, value in (("cu_seqlens", f"cu_seqlens_{side}", lengths),
-                                              ("cu_seqlens_padded", f"cu_seqlens_{side}_padded", starts)):
-                    if value is not None:
-                        inputs[given] = arrays.to(as_tensor(op, name_of, value).view, layer.device)
-            if inference_params is not None:
-                sums = inputs.get("cu_seqlens")
-                batch = layer.shape[core.qkv_format.index("b")] if sums is None else sums.shape[0] - 1
-                first = as_tensor(op, "rope_starts", inference_params.rope_starts(batch)).view
-                inputs["start_positions"] = arrays.to(first, layer.device)
-            spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
-            found[name] = apply(rope, spec, inputs, owner=self)["y"]
+            def placed(argument: str, value: Any, device: arrays.Device = layer.device) -> ArrayView:
+                view = angles(op, argument, value) if argument == "rotary_pos_emb" else as_tensor(op, argument, value).view
+                return arrays.to(view, device)
+
+            if PARTS[name] != "v":
+                segments, inputs = turning(op, name, layer, pair, core, options, placed)
+                spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
+                found[name] = apply(rope, spec, inputs, owner=self)["y"]
         return found
 
 

@@ -183,11 +183,9 @@ class DotProductAttention(Module):
             check_values(op, form, inputs, *_leading(inputs), longest)
         window = self.window_size if window_size is None else _window(op, window_size)
         dropout = self.attention_dropout if self.training else 0.0
-        if dropout:
-            inputs["rng"] = random.next_rng(device)
         spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                      get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        o = apply(operation, spec, inputs, owner=self)["o"]
+        o = apply(operation, spec, inputs, owner=self, draw=random.next_rng if dropout else None)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
         return o
@@ -274,20 +272,13 @@ def _lengths(form: str, inputs: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None) -> dict[str, Any]:
     """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k; ShapeError where s is not ``lengths``'."""
-    masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
-    if len(masks) != 2:
-        raise ShapeError(expected(operation, "attention_mask", f"{len(masks)} arrays", "one, or a pair for queries and keys"))
     found: dict[str, Any] = {}
-    for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), masks, strict=True):
+    for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), layers.pair_of(operation, "attention_mask", attention_mask), strict=True):
         view = as_tensor(operation, "attention_mask", mask).view
-        if view.ndim != 4 or view.shape[1:3] != (1, 1):
-            raise ShapeError(expected(operation, "attention_mask", f"shape {view.shape}", "(batch, 1, 1, sequence)"))
-        if lengths is not None and view.shape[3] != lengths[len(found)]:
-            wanted = f"(batch, 1, 1, {lengths[len(found)]}) for {'keys' if found else 'queries'}, a pair where the lengths differ"
-            raise ShapeError(expected(operation, "attention_mask", f"shape {view.shape}", wanted))
+        layers.want_padding(operation, view.shape, lengths, bool(found))
         rows = view.numpy()[:, 0, 0] != 0
         if (rows[:, :-1] & ~rows[:, 1:]).any():
-            raise ShapeError(expected(operation, "attention_mask", "padding before a true position", "padding after all true positions"))
+            raise ShapeError(expected(operation, "attention_mask", *layers.MISPLACED))
         found[name] = np.concatenate([[0], np.cumsum((~rows).sum(1))]).astype(np.int32)
     return found
 

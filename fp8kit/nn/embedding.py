@@ -50,7 +50,7 @@ class Dropout(Module):
             return x
         if not x.shape:
             raise ShapeError(expected("Dropout", "inp", "no dimension", "at least one"))
-        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x, "rng": random.next_rng(x.device)}, owner=self)["y"]
+        return apply(dropout_add, dropout_spec(x.shape[-1], self._p, True), {"x": x}, owner=self, draw=random.next_rng)["y"]
 
 
 @lru_cache(maxsize=1024)

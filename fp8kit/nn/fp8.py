@@ -7,7 +7,7 @@ state: scales to read, row 0 of the histories to accumulate amaxes into. The sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
@@ -16,6 +16,7 @@ from fp8kit.autocast import current, touch_forward
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
+from fp8kit.layers import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
 from fp8kit.ops.linear import LinearSpec, weight_cast
@@ -150,7 +151,7 @@ class Fp8Module(Module):
         spec = self._spec(fp8, is_first_microbatch is not None, bias, options)
         return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
 
-    def _run_again(self, kept: recompute.Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
+    def _run_again(self, kept: Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
                    options: dict[str, Any]) -> dict[str, Tensor]:
         """As in the forward pass that is recomputed: with its scales and its cached weights; amaxes of gradients only are recorded.
         ``recipe`` None is high precision."""
@@ -246,6 +247,11 @@ class Fp8Module(Module):
         made = {name: ScalingState.of(parts, self.device) for name, parts in check_saved(state, len(self.gemms)).items()}
 
         def take() -> None:
+            if [(n, s.history_len) for n, s in made.items()] == [(n, s.history_len) for n, s in self.fp8_meta.items()]:
+                for name, state in made.items():  # in place: a captured graph goes on with what was loaded
+                    for field in FIELDS:
+                        arrays.copy(self.fp8_meta[name].views[field], state.views[field])
+                return
             self.fp8_meta = made
             self._wiring = None
 
@@ -253,6 +259,13 @@ class Fp8Module(Module):
 
     def forget(self) -> None:
         self._weights = None
+
+    def arrays_used(self) -> Iterator[ArrayView]:
+        yield from super().arrays_used()
+        for state in self.fp8_meta.values():
+            yield from state.views.values()
+        if self._weights is not None:
+            yield from self._weights.arrays.values()
 
 
 def amax_of(view: ArrayView, amax: ArrayView) -> None:

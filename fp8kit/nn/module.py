@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from fp8kit import arguments, arrays, formats, serialization
+from fp8kit import arguments, arrays, captured, formats, serialization
 from fp8kit.arguments import flag, integer, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
@@ -46,6 +46,7 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
+        captured.hold(self, self._held)
         if finite.wanted():
             with finite.looking(self):
                 return self.forward(*inputs, **options)
@@ -127,6 +128,31 @@ class Module:
         """Drop all gradients."""
         for parameter in self.parameters():
             parameter.grad = None
+
+    # --- graphs -------------------------------------------------------------------------------------------------------
+
+    def arrays_used(self) -> Iterator[ArrayView]:
+        """The arrays that this one module's calls read and write, and keep: parameters, buffers, and what a subclass adds."""
+        for value in vars(self).values():
+            if isinstance(value, Parameter | ArrayView):
+                yield value.view if isinstance(value, Parameter) else value
+
+    def _held(self) -> tuple[list[str], captured.Read, object]:
+        """Settings and arrays of the whole tree, as ``captured.hold`` takes them: a captured graph would not see them change."""
+        modules = list(self.named_modules())
+        start = type(self).__name__
+        settings: list[tuple[str, Module, str]] = []
+        for path, module in modules:
+            names = ["training", *(name for name, value in vars(module).items() if name != "training" and _is_setting(value))]
+            settings += [(".".join(filter(None, (start, path, name))), module, name) for name in names]
+
+        def read() -> list[Any]:
+            values = [getattr(module, name, None) for _, module, name in settings]
+            return values + [view.ptr for _, module in modules for view in module.arrays_used()]
+
+        held = [(path, view) for path, module in modules for view in module.arrays_used()]
+        places = [".".join(filter(None, (start, path, "the address of an array"))) for path, _ in held]
+        return [name for name, *_ in settings] + places, read, held
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -240,6 +266,10 @@ class Sequential(ModuleList):
 
 
 # --- what modules share -----------------------------------------------------------------------------------------------
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, int | float | str) or (isinstance(value, tuple) and all(map(_is_setting, value)))
 
 
 def as_tensor(operation: str, argument: str, value: Any) -> Tensor:

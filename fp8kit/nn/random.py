@@ -55,7 +55,12 @@ def _start(state: _State) -> None:
     """Put a state in force."""
     global _process
     if _thread.state is None:
-        _process = state
+        with _LOCK:
+            for device, view in _process.devices.items():  # stay where they are: a captured graph draws from them
+                value = state.devices.get(device)
+                arrays.copy(view, arrays.as_view(np.array([state.seed, 0], np.int64)) if value is None else value)
+                state.devices[device] = view
+            _process = state
     else:
         _thread.state = state
 

@@ -9,9 +9,7 @@ that all gradients have the same bits.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fp8kit import arguments
@@ -22,75 +20,26 @@ from fp8kit.autograd.tape import Edge, Node, Probe, Watcher, probing, watcher, w
 from fp8kit.autograd.tensors import fresh, owned, unchanged
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
 from fp8kit.errors import AutogradError, expected
-from fp8kit.layers import recomputed
+from fp8kit.layers import Kept, Pass, Passes
 from fp8kit.nn import random
 
 
-class Kept(NamedTuple):
-    """What one call of an FP8 layer found in the first pass: the layer, its scales by name (copies), and cached weights, if it took any."""
+class _Pass(Pass):
+    """A ``Pass`` that fills or reads ``draws`` as well: random numbers that were not drawn by a seed."""
 
-    owner: object
-    scales: Mapping[str, ArrayView]
-    weights: Mapping[str, Any] | None
-
-
-class _Pass:
-    """A pass over a checkpointed function: the ``first``, which fills ``calls`` and ``draws``, or a later one, which reads them in the same
-    order.
-
-    ``source``: the later pass of an outer checkpoint that this first pass runs within, and reads from.
-    """
-
-    def __init__(self, first: bool, calls: list[Kept], draws: list[ArrayView], source: _Pass | None) -> None:
-        self.first, self.calls, self.draws, self.source = first, calls, draws, source
-        self.position = 0
-
-    def next(self, owner: object) -> Kept:
-        kept: Kept = recomputed(self.calls, self.position, owner)
-        self.position += 1
-        return kept
+    def __init__(self, first: bool, calls: list[Kept], draws: list[ArrayView], above: Pass | None) -> None:
+        super().__init__(first, calls, above)
+        self.draws = draws
 
 
-class _Thread(threading.local):
-    running: _Pass | None = None
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def _running(running: _Pass) -> Iterator[None]:
-    before, _thread.running = _thread.running, running
-    try:
-        yield
-    finally:
-        _thread.running = before
-
-
-def first() -> bool:
-    """Whether this is a checkpoint's first pass: unrecorded, but a training step all the same."""
-    running = _thread.running
-    return running is not None and running.first
-
-
-def recall(owner: object) -> Kept | None:
-    """What this call of ``owner`` found in the first pass that is being recomputed; None where none is."""
-    running = _thread.running
-    if running is None:
-        return None
-    if not running.first:
-        return running.next(owner)
-    if running.source is None:
-        return None
-    running.calls.append(running.source.next(owner))
-    return running.calls[-1]
+_passes = Passes()
+first, recall = _passes.first, _passes.recall
 
 
 def keep(owner: object, scales: Mapping[str, ArrayView], weights: Mapping[str, Any] | None) -> None:
     """In a first pass: keep what this call of ``owner`` found, scales by value."""
-    running = _thread.running
-    if running is not None and running.first:
-        running.calls.append(Kept(owner, {name: fresh(view) for name, view in scales.items()}, weights))
+    if _passes.first():
+        _passes.keep(Kept(owner, {name: fresh(view) for name, view in scales.items()}, weights))
 
 
 class _Call(NamedTuple):
@@ -108,7 +57,7 @@ class _Call(NamedTuple):
         """Call the function."""
         mode = set_grad_enabled(True) if recorded else no_grad()
         draws = random.keeping(running.draws) if running.first else random.replaying(running.draws)
-        with mode, probing(probe), _running(running), draws:
+        with mode, probing(probe), _passes.within(running), draws:
             return self.function(*self.args, **self.kwargs)
 
     def again(self, first: _Pass) -> Any:
@@ -131,8 +80,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not is_grad_enabled():
         return function(*args, **kwargs)
     call = _Call(function, args, kwargs, current(), get_policy(), random.snapshot(), watcher())
-    outside = _thread.running
-    one = _Pass(True, [], [], None if outside is None or outside.first else outside)
+    one = _Pass(True, [], [], _passes.running)
     probe = Probe()
     given = [t for t in _tensors((args, kwargs)) if t.requires_grad]
     checks = [unchanged("checkpoint", f"argument {i}", t) for i, t in enumerate(_tensors((args, kwargs)))]

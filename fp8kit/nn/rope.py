@@ -35,7 +35,7 @@ class RotaryPositionEmbedding(Module):
         positive(op, dim=dim)
         if number(op, "rotary_percent", rotary_percent, above=0.0) > 1:
             raise ArgumentError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
-        number(op, "rotary_base", rotary_base, above=0.0)
+        number(op, "rotary_base", rotary_base, float(np.finfo(np.float32).max), above=float(np.finfo(np.float32).tiny))
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             wanted = "both or neither of it and pretrained_max_position_embeddings"
             raise ArgumentError(expected(op, "seq_len_interpolation_factor", shown(seq_len_interpolation_factor), wanted))

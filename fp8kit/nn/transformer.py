@@ -188,18 +188,19 @@ class TransformerLayer(Module):
         p = self.hidden_dropout if self.training else 0.0
         rate = self.drop_path_rate if self.training and paths is not None else 0.0
         inputs: dict[str, Tensor | ArrayView | None] = {"x": branch, "bias": None if bias is None else bias.view}
-        if p:
-            inputs["rng"] = random.next_rng(branch.device)
         if not rate:
             inputs["residual"] = residual
-        joined = branch if rate and not p and bias is None else apply(dropout_add, dropout_spec(self.hidden_size, p, False), inputs)["y"]
+        joined = branch
+        if p or bias is not None or not rate:
+            draw = random.next_rng if p else None
+            joined = apply(dropout_add, dropout_spec(self.hidden_size, p, False), inputs, draw=draw)["y"]
         if not rate or paths is None:
             return joined
-        inputs = {"x": joined, "residual": residual, "rng": random.next_rng(branch.device)}
+        inputs = {"x": joined, "residual": residual}
         if self.attn_input_format == "thd":
             starts = sequence_starts("TransformerLayer", paths, "q")
             inputs["starts"] = None if starts is None else arrays.to(starts, branch.device)
-        return apply(drop_path, _path_spec(self.hidden_size, rate, self.attn_input_format), inputs)["y"]
+        return apply(drop_path, _path_spec(self.hidden_size, rate, self.attn_input_format), inputs, draw=random.next_rng)["y"]
 
 
 @lru_cache(maxsize=1024)

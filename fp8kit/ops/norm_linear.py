@@ -136,7 +136,8 @@ class NormLinear(Operation):
     def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
         x = spec.norm.check(self.name, metas)
         above = bool(needs & {"x", *spec.norm.inputs()})
-        product = product_of(spec.product, row_count(x), x.dtype, above, "weight0" in needs, "bias0" in needs)
+        weight, bias = (f"{spec.product.prefix}{name}" in needs for name in ("weight0", "bias0"))
+        product = product_of(spec.product, row_count(x), x.dtype, above, weight, bias)
         keep = spec.return_norm or (spec.product.fp8 is None and product.needs_w)
         return NormStage(spec.norm, product, x, keep, spec.return_norm)
 

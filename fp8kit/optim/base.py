@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fp8kit import arrays, serialization
+from fp8kit import arrays, captured, serialization
 from fp8kit.arguments import flag, listed, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
@@ -186,6 +186,7 @@ class Optimizer:
         ``inv_scale``: float32 array of one element that gradients are multiplied by on the way. ``found_inf``: the same; where it is not 0,
         nothing changes and the step does not count. ``GradScaler.step`` gives both.
         """
+        captured.hold(self, self._held)
         by = None if inv_scale is None else self._one("inv_scale", inv_scale)
         bad = None if found_inf is None else self._one("found_inf", found_inf)
         taking: list[tuple[Tensor, ArrayView, float | ArrayView, Hyper]] = []
@@ -219,6 +220,17 @@ class Optimizer:
             raise
         for param, *_ in taking:
             param.version().count += 1
+
+    def _held(self) -> tuple[list[str], captured.Read, object]:
+        """What a captured graph would not see change, as ``captured.hold`` takes it. An ``lr`` that is an array is read where it lies."""
+
+        def read() -> list[Any]:
+            values = [value for group in self.param_groups for value in self.flat(group)]
+            return [v if isinstance(v, float) or not hasattr(v, "shape") else arrays.as_view(v).ptr for v in values] + [id(self._states)]
+
+        names = [f"{type(self).__name__}.param_groups[{i}]: {name}" for i in range(len(self.param_groups)) for name in self.columns]
+        names.append(f"{type(self).__name__}: state, which was loaded")
+        return names, read, (self._states, [group["lr"] for group in self.param_groups])
 
     @staticmethod
     def _take_back(counts: Sequence[ArrayView], found_inf: ArrayView | None) -> None:

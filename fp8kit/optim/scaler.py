@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays, serialization
+from fp8kit import arrays, captured, serialization
 from fp8kit.arguments import flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autograd import Tensor
@@ -81,6 +81,7 @@ class GradScaler:
         if not isinstance(loss, Tensor) or loss.dtype not in HIGH_PRECISION:
             got = loss.dtype.name if isinstance(loss, Tensor) else shown(loss)
             raise FormatError(expected("GradScaler.scale", "loss", got, "a Tensor of float32, bfloat16 or float16"))
+        captured.hold(self, self._held)
         if not self.enabled:
             return loss
         factor = self._state(loss.device)["scale"]
@@ -91,6 +92,16 @@ class GradScaler:
             return own
 
         return record("scale", [loss], times(loss.view), lambda g: [times(g)])
+
+    def _held(self) -> tuple[list[str], captured.Read, object]:
+        """What a captured graph would not see change, as ``captured.hold`` takes it."""
+        names = ["enabled", "growth_factor", "backoff_factor", "growth_interval"]
+        views = list(self._views.values())
+
+        def read() -> list[Any]:
+            return [getattr(self, name) for name in names] + [view.ptr for view in self._views.values()]
+
+        return [f"GradScaler.{name}" for name in names] + ["GradScaler: state, which was loaded"] * len(views), read, views
 
     def _look(self, optimizer: Optimizer, unscale: bool) -> ArrayView | None:
         """found_inf of the optimiser's gradients, looked for once an update; None where it has no gradient."""

@@ -215,10 +215,11 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "dropout_add": "dropout.cu: dropout_add",
         "dropout_bwd": "dropout.cu: column_sums, sum_partials",
         "drop_path": "drop_path.cu: drop_path",
-        "attention_fwd": "attention.cu: attention_softmax; attention_padding.cu: attention_zero_padding, attention_lse_padding, "
-                         "attention_lengths",
+        "attention_fwd": "attention.cu: attention_softmax; attention_padding.cu: attention_clean, attention_zero_padding, "
+                         "attention_lse_padding, attention_lengths",
         "attention_bwd": "attention.cu: attention_softmax_bwd, attention_dbias, attention_doffset_partial, attention_doffset, "
-                         "attention_store; attention_padding.cu: attention_zero_padding, attention_lse_padding, attention_lengths",
+                         "attention_store; attention_padding.cu: attention_clean, attention_zero_padding, attention_lse_padding, "
+                         "attention_lengths",
         "unpack_sequences": "sequences.cu: unpack_sequences",
         "pack_sequences": "sequences.cu: pack_sequences",
         "cache_append_": "kv_cache.cu: cache_append",

@@ -146,6 +146,26 @@ def test_other_candidates_can_be_chosen(library: _Library) -> None:
         plan.choose(3)
 
 
+def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[MatmulKey] = []
+
+    def made(key: MatmulKey, index: int) -> Any:
+        keys.append(key)
+        return types.SimpleNamespace(run=lambda *numbers: None, settled=True)
+
+    monkeypatch.setattr(gemm, "plan", made)
+    one, out = ArrayView(1024, (1,), float32, GPU), ArrayView(2048, (32, 48), bfloat16, GPU)
+    gemm._scaled_plan.cache_clear()
+    try:
+        for a_stride, b_stride in ((64, 64), (80, 64), (64, 96), (80, 64)):
+            a = ArrayView(4096, (32, 64), formats.uint8, GPU, None, (a_stride, 1))
+            b = ArrayView(8192, (48, 64), formats.uint8, GPU, None, (b_stride, 1))
+            gemm.fp8_gemm(a, b, out, E4M3, E5M2, one, one, None, False, True, None, 0)
+    finally:
+        gemm._scaled_plan.cache_clear()
+    assert [(key.a_stride, key.b_stride) for key in keys] == [(64, 64), (80, 64), (64, 96)]
+
+
 def run(key: MatmulKey, a: ArrayView, b: ArrayView, out: ArrayView, scratch: ArrayView, choice: int = 0) -> None:
     plan = cublaslt.Plan(key, 0)
     plan.choose(choice % plan.algorithms)

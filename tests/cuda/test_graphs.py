@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import fp8kit as fk
 from fp8kit import arrays, nn
 from fp8kit.arrays import CPU, ArrayView
-from fp8kit.errors import BackendError, Fp8kitError
+from fp8kit.backends.policy import get_policy, policy_context
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError
 from fp8kit.testing import assert_same_bits
 
 STEPS, WARMUP = 7, 2
@@ -143,7 +145,7 @@ def test_what_the_host_waits_for_cannot_be_captured(what: str) -> None:
     def step(x: Any) -> Any:
         if what == "host array":
             x = fk.tensor(np.ones((16, 32), np.float32), device="cuda")
-        with fk.autocast(check_finite=what == "finite"):
+        with fk.autocast(recipe=RECIPES["current"], check_finite=what == "finite"):  # no scales that a step leaves behind
             y = layer(x)
         if what == "item":
             (y.view.slice(0, 0, 1).slice(1, 0, 1)).numpy().item()
@@ -195,6 +197,81 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", ["high", "delayed"])
 def test_each_call_is_one_step_with_its_own_arguments_and_results(recipe: str) -> None:
     same_training("cpu", RECIPES[recipe], STEPS)
+
+
+class Held:
+    """A module, an optimiser and a scaler whose step a recording holds; what is replayed is nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        capture = staticmethod(lambda device, function: (function(), SimpleNamespace(launch=lambda: None)))
+        monkeypatch.setattr(type(arrays.provider(CPU)), "capture", capture, raising=False)
+        self.layer = nn.Sequential(nn.Linear(4, 4, device="cpu"), nn.Dropout(0.5))
+        self.opt = fk.optim.AdamW(self.layer.parameters(), lr=1e-2)
+        self.scaler = fk.optim.GradScaler()
+        self.recipe = fk.recipe.DelayedScaling(amax_history_len=2)
+        self.call = fk.graph(self.step, warmup=1)
+        self.x = np.ones((3, 4), np.float32)
+        for _ in range(3):
+            self.call(self.x)
+
+    def step(self, x: Any) -> None:
+        with fk.autocast(recipe=self.recipe):
+            y = self.layer(fk.tensor(x))
+        self.scaler.scale(y).backward(np.ones((3, 4), np.float32))
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        self.opt.zero_grad()
+
+
+def _new_memory(held: Held) -> None:
+    weight = held.layer[0].weight
+    held.layer[0].weight = nn.Parameter(arrays.as_view(weight.numpy().copy()))
+
+
+def _longer_history(held: Held) -> None:
+    with fk.autocast(recipe=fk.recipe.DelayedScaling(amax_history_len=5)):
+        held.layer(fk.tensor(held.x))
+
+
+CHANGES = {
+    "lr": (lambda h: setattr(h.opt, "lr", 2e-2), r"AdamW.param_groups\[0\]: lr: got 0.02, expected 0.01, as at the capture"),
+    "weight decay": (lambda h: h.opt.param_groups[0].update(weight_decay=0.5), "weight_decay: got 0.5, expected 0.01"),
+    "optimiser loaded": (lambda h: h.opt.load_state_dict(h.opt.state_dict()), "AdamW: state, which was loaded"),
+    "scaler": (lambda h: setattr(h.scaler, "growth_interval", 7), "GradScaler.growth_interval: got 7, expected 2000"),
+    "scaler loaded": (lambda h: h.scaler.load_state_dict(h.scaler.state_dict()), "GradScaler: state, which was loaded"),
+    "eval": (lambda h: h.layer.eval(), "training: got False, expected True"),
+    "dropout": (lambda h: setattr(h.layer[1], "_p", 0.25), r"Sequential.1._p: got 0.25, expected 0.5"),
+    "parameter": (_new_memory, "Sequential.0.the address of an array"),
+    "history": (_longer_history, "Sequential.0.the address of an array"),
+    "policy": (lambda h: fk.deterministic(True).__enter__(), "graph: policy"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_the_graph_would_not_see_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, said = CHANGES[what]
+    held = Held(monkeypatch)
+    with policy_context(get_policy()):
+        change(held)
+        with pytest.raises(ArgumentError, match=said):
+            held.call(held.x)
+
+
+def test_what_is_loaded_or_reseeded_in_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    state = {name: view.numpy().copy() for name, view in held.layer.state_dict().items()}
+    before = [view.ptr for module in (held.layer[0], held.layer[1]) for view in module.arrays_used()]
+    held.layer.load_state_dict({name: value + 1 for name, value in state.items()})
+    for name, view in held.layer.state_dict().items():
+        assert_same_bits(name, view.numpy(), state[name] + 1)
+    drawn = nn.random._state().devices[CPU]
+    nn.manual_seed(11)
+    assert nn.random._state().devices[CPU] is drawn
+    assert drawn.numpy().tolist() == [11, 0]
+    nn.set_rng_state(nn.get_rng_state())
+    assert nn.random._state().devices[CPU] is drawn
+    assert before == [view.ptr for module in (held.layer[0], held.layer[1]) for view in module.arrays_used()]
+    held.call(held.x)
 
 
 @pytest.mark.usefixtures("capturing")

@@ -140,7 +140,7 @@ def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytes
     cublaslt.plan.cache_clear()
     try:
         first = cublaslt.plan(MatmulKey(1, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
-        for m in range(2, cublaslt._KEPT + 3):
+        for m in range(2, cublaslt.KEPT + 3):
             cublaslt.plan(MatmulKey(m, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
         gc.collect()
         assert destroyed == [2, 10, 11, 12]  # the first went too, but is used here

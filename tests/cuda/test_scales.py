@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import struct
+import weakref
 from typing import Any
 
 import pytest
 
 from fp8kit import scaling
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import launch, scales
 from fp8kit.formats import float32
@@ -31,7 +33,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch, "kernel", lambda source, function, index, **defines: (function, defines["STATES"]))
     monkeypatch.setattr(launch, "launch", lambda *arguments: found.append(arguments))
-    monkeypatch.setattr(scales, "_BATCHES", {})
     return found
 
 
@@ -56,23 +57,19 @@ def test_every_state_travels_once(count: int, launches: list[tuple[Any, ...]]) -
     assert [one[0][1] for one in launches] == ["8" if n <= 8 else "96" for n in [96] * (count // 96) + ([count % 96] if count % 96 else [])]
 
 
-def test_tables_are_put_together_once_for_the_same_tuples(launches: list[tuple[Any, ...]]) -> None:
-    parts, maxima = states(3), (448.0,) * 3
-    for margin, values in ((0, maxima), (0, maxima), (1, maxima), (1, (57344.0,) * 3), (1, (57344.0,) * 3)):
-        scales.update_delayed_(*parts, values, margin, False, 0)
-    first, again, wider, other, last = (one[3][1] for one in launches)
-    assert first is again
-    assert other is last
-    assert len({first, wider, other}) == 3
-    lists = [list(part) for part in parts]
-    scales.update_delayed_(*lists, [448.0] * 3, 0, False, 0)
-    lists[0][0] = ArrayView(5, (3,), float32, GPU)
-    scales.update_delayed_(*lists, [448.0] * 3, 0, False, 0)
-    assert launches[-2][3][1] == first
-    assert launches[-1][3][1] != first
+def test_an_update_keeps_no_state_alive(launches: list[tuple[Any, ...]]) -> None:
+    """What is launched is numbers: a model that is gone leaves nothing behind."""
+    owner = type("Owner", (), {})()
+    gone = weakref.ref(owner)
+    parts = [[ArrayView(7, shape, float32, GPU, owner)] for shape in ((3,), (3,), (16, 3))]
+    scales.update_delayed_(*parts, [448.0], 0, False, 0)
+    assert len(launches) == 1
+    del parts, owner
+    gc.collect()
+    assert gone() is None
 
 
-def test_a_hot_update_hands_over_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_goes_to_the_memory_that_states_have_now(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     real = dispatch.kernels
     layers = [Linear(16, 16, device="cpu") for _ in range(3)]
@@ -83,21 +80,22 @@ def test_a_hot_update_hands_over_what_it_did_before(monkeypatch: pytest.MonkeyPa
 
     class Kernels:
         def __getattr__(self, name: str) -> Any:
-            return getattr(real(own[0].device), name)
+            return getattr(real(CPU), name)
 
         def update_delayed_(self, *arguments: Any) -> None:
             calls.append(arguments)
 
     monkeypatch.setattr(dispatch, "kernels", lambda device: Kernels())
-    monkeypatch.setattr(scaling, "_BATCHES", {})
-    for _ in range(2):
-        scaling.update(recipe, own, 448.0)
-    assert all(a is b for a, b in zip(calls[0][:4], calls[1][:4], strict=True))
-    assert [view.ptr for view in calls[0][2]] == [state.views["amax_history"].ptr for state in own]
+    scaling.update(recipe, own, 448.0)
     own[1].resize(6)
     scaling.update(recipe, own, 448.0)
-    assert [view.ptr for view in calls[2][2]] == [state.views["amax_history"].ptr for state in own]
-    scaling.update(recipe, own[:2], 448.0)
-    assert len(calls[3][0]) == 2
+    for call, rows in zip(calls, (4, 6), strict=True):
+        assert [history.shape[0] for history in call[2]] == [4, rows, 4]
+    assert [view.ptr for view in calls[1][2]] == [state.views["amax_history"].ptr for state in own]
     scaling.update(recipe, own[:2], 57344.0)
-    assert calls[4][3] == (57344.0, 57344.0)
+    assert (len(calls[2][0]), list(calls[2][3])) == (2, [57344.0, 57344.0])
+    kept = weakref.ref(own[0].views["amax_history"].owner)
+    del layers, own, layer, call
+    calls.clear()
+    gc.collect()
+    assert kept() is None

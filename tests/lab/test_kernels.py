@@ -240,3 +240,9 @@ def test_numbas_and_cupys_own_kernels_are_known() -> None:
     assert _kind(cupy.RawKernel('extern "C" __global__ void f() {}', "f")) == "cupy"
     assert _kind(numba.jit(lambda x: None)) == "numba"
     assert _kind(lambda x: None) == "python"
+
+
+def test_a_raw_stream_becomes_cupys_without_what_cupy_deprecates() -> None:
+    pytest.importorskip("cupy")
+    assert substitute.on_stream(0, 1 << 40).stream.ptr == 1 << 40  # type: ignore[attr-defined]
+    assert substitute.on_stream(0, 0).stream.ptr == 0  # type: ignore[attr-defined]

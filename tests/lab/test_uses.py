@@ -49,9 +49,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     monkeypatch.setattr(launch, "kernel", look_up)
     monkeypatch.setattr(launch, "launch", lambda *arguments: None)
     monkeypatch.setattr(launch, "runtime", _Runtime)
-    monkeypatch.setattr(cublaslt, "plan", lambda key, device: SimpleNamespace(run=lambda *arguments: None))
-    monkeypatch.setattr(gemm, "plan", lambda key, device: SimpleNamespace(run=lambda *arguments: None))
-    monkeypatch.setattr(gemm, "_PLANS", {})
+    monkeypatch.setattr(cublaslt, "plan", lambda key, device: SimpleNamespace(run=lambda *arguments: None, settled=True))
+    for name in ("_plain_plan", "_scaled_plan"):
+        monkeypatch.setattr(gemm, name, lambda *arguments: SimpleNamespace(run=lambda *arguments: None, settled=True))
     monkeypatch.setattr("fp8kit.backends.cuda.attention._why_not_cudnn", lambda *arguments: "no library here")
     return found
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit import nn
 from fp8kit.arrays import CPU, Device
-from fp8kit.scratch import Scratch
+from fp8kit.autograd import rules
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling
+from fp8kit.scratch import Room, Scratch
+from fp8kit.spec import Operation
 
 GPU = Device("cuda", 0)
 
@@ -56,3 +65,58 @@ def test_rooms_apart_are_given_away():
         assert inner is not before
         assert list(rooms.values()) == [inner]
     assert scratch.room(8, GPU, 0) is before
+
+
+def test_layouts_of_ever_new_sizes_do_not_pile_up():
+    room = Room(8, 0, None)
+    for i in range(3 * Room.LAYOUTS):
+        room.keep(i, -i)
+        assert room.carved[i] == -i
+    assert len(room.carved) <= Room.LAYOUTS
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2), Float8BlockScaling()], ids=["high", "delayed", "block"])
+def test_no_two_operations_at_work_share_a_room(recipe, monkeypatch):
+    """Rooms are kept on the CPU too, and lent out: who asks while another operation of the thread is at work fails. A step with
+    recomputation in backward, and with a hook that calls another layer, gives the bits that fresh memory gives."""
+
+    def step():
+        nn.manual_seed(3)
+        first, aside = (nn.TransformerLayer(32, 64, 2, hidden_dropout=0.1, device="cpu") for _ in range(2))
+        x = fk.tensor(np.random.default_rng(1).standard_normal((16, 2, 32)).astype(np.float32), requires_grad=True)
+        with fk.autocast(enabled=recipe is not None, recipe=recipe):
+            y = fk.checkpoint(first, x) + first(aside(x), checkpoint_core_attention=True)
+        y.backward(y.view)
+        return [y.numpy().tobytes(), x.grad.numpy().tobytes(), *(p.grad.numpy().tobytes() for p in first.parameters())]
+
+    want = step()
+    lent = []
+    rooms = {}
+
+    def room(nbytes, where, stream):
+        assert not lent, f"asked for while {lent} is at work"
+        found = rooms.get(stream)
+        if found is None or found.nbytes < nbytes:
+            memory = np.full(nbytes, 0xA5, np.uint8)
+            found = rooms[stream] = Room(nbytes, memory.ctypes.data, memory)
+        found.owner[:] = 0xA5
+        return found
+
+    monkeypatch.setattr(rules.scratch, "room", room, raising=False)
+    for operation in Operation.__subclasses__():
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(operation, name, lending(getattr(operation, name), lent))
+    assert step() == want
+    assert rooms
+
+
+def lending(function, lent):
+    @functools.wraps(function)
+    def call(self, plan, *args):
+        lent.append(type(self).__name__)
+        try:
+            return function(self, plan, *args)
+        finally:
+            lent.pop()
+
+    return call

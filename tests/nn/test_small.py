@@ -74,6 +74,27 @@ def test_dropout(device, dtype):
         nn.Dropout(1.0)
 
 
+def test_a_refused_call_leaves_the_random_state(device):
+    layer = nn.TransformerLayer(32, 64, 2, hidden_dropout=0.5, attention_dropout=0.5, drop_path_rate=0.5, device=device)
+    drop, attention = nn.Dropout(0.5), nn.DotProductAttention(2, 16, attention_dropout=0.5)
+    good = tensor(np.ones((4, 2, 32), np.float32), device=device)
+    layer(good)  # the state exists from now on
+    q = tensor(np.ones((4, 2, 2, 16), np.float32), device=device)
+    before = nn.get_rng_state()
+    for call in (
+        lambda: drop(tensor(np.ones((3, 4), np.int32), device=device)),
+        lambda: attention(q, q, tensor(np.ones((5, 2, 2, 16), np.float32), device=device)),
+        lambda: attention(q, q, q, core_attention_bias_type="post_scale_bias"),
+        lambda: layer(tensor(np.ones((4, 2, 31), np.float32), device=device)),
+    ):
+        with pytest.raises(Fp8kitError):
+            call()
+        after = nn.get_rng_state()
+        assert {name: value.tolist() for name, value in after.items()} == {name: value.tolist() for name, value in before.items()}
+    drop(good)
+    assert nn.get_rng_state()[f"device.{good.device}"].tolist() != before[f"device.{good.device}"].tolist()
+
+
 def test_rng_state_round_trip(device, tmp_path):
     x = tensor(np.ones((64, 8), np.float32), device=device)
     drop = nn.Dropout(0.5)

@@ -84,6 +84,48 @@ def test_a_plugin_may_compute_while_it_registers(tmp_path: Path, monkeypatch: py
     assert len(manager.registry.list_operators()) == len(KERNELS)
 
 
+COMPUTING = GOOD.format(function="register", name="busy") + """
+import numpy as np
+import fp8kit as fk
+{wait}
+ones = np.ones(2, np.float32)
+while_imported = (fk.tensor(ones, device="cpu") + fk.tensor(ones, device="cpu")).numpy().tolist()
+"""
+MODULE_FIRST = """
+import plugin_busy, numpy as np, fp8kit as fk
+x = fk.tensor(np.ones(2, np.float32), device="cpu")
+print(plugin_busy.while_imported, (x + x).numpy().tolist())
+"""
+TWO_THREADS = """
+import faulthandler, threading
+faulthandler.dump_traceback_later(60, exit=True)
+import numpy as np, fp8kit as fk
+started, asked = threading.Event(), threading.Event()
+fk.started, fk.asked = started, asked
+x = fk.tensor(np.ones(2, np.float32), device="cpu")
+importer = threading.Thread(target=lambda: __import__("plugin_busy"))
+importer.start()
+started.wait()
+threading.Timer(0.3, asked.set).start()  # by then the line below waits for the import
+print((x + x).numpy().tolist())
+importer.join()
+import plugin_busy
+print(plugin_busy.while_imported)
+"""
+
+
+def test_a_module_that_computes_while_it_is_imported_does_so_without_plugins(tmp_path: Path, python: Run) -> None:
+    write(tmp_path, busy=COMPUTING.format(wait=""))
+    done = python("-c", MODULE_FIRST, paths=(tmp_path,), FP8KIT_PLUGIN_MODULES="plugin_busy")
+    assert (done.stdout, done.stderr) == ("[2.0, 2.0] [7.0, 7.0]\n", "")
+
+
+def test_threads_that_import_and_look_for_plugins_do_not_wait_for_each_other(tmp_path: Path, python: Run) -> None:
+    write(tmp_path, busy=COMPUTING.format(wait="fk.started.set(); fk.asked.wait()"))
+    done = python("-c", TWO_THREADS, paths=(tmp_path,), FP8KIT_PLUGIN_MODULES="plugin_busy")
+    assert (done.stdout, done.stderr) == ("[7.0, 7.0]\n[2.0, 2.0]\n", "")
+
+
 def test_the_list_shows_the_traceback_and_the_process_goes_on(tmp_path: Path, python: Run) -> None:
     write(tmp_path, good=GOOD.format(function="register", name="good"), missing=FAULTS["missing"])
     variables = {"FP8KIT_PLUGIN_MODULES": "plugin_missing,plugin_good"}

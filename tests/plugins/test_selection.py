@@ -14,6 +14,7 @@ from fp8kit.arrays import CPU, Device
 from fp8kit.backends import dispatch, manager
 from fp8kit.backends.reference import IMPLEMENTATIONS
 from fp8kit.errors import BackendError
+from fp8kit.lab.verify import reference
 from fp8kit.plugins import (
     KERNELS,
     SERVES,
@@ -128,7 +129,8 @@ def test_supported_dtypes_move_on_call_by_call(caplog: pytest.LogCaptureFixture)
     dispatch.kernels(CPU).l2norm(xs=many, out=out, workspace=None, stream=0)
     dispatch.kernels(CPU).l2norm([], out, None, 0)
     assert engine.calls == {"add": 3, "l2norm": 1}
-    with with_strict_mode(), pytest.raises(CannotTake, match="dtype float32 of a is not among bfloat16"):
+    said = r"add: half\.add cannot take the call \(dtype float32 of a is not among bfloat16\), and the policy is strict"
+    with with_strict_mode(), pytest.raises(CannotTake, match=said):
         total("float32")
 
 
@@ -319,3 +321,19 @@ def test_debug_says_every_choice(caplog: pytest.LogCaptureFixture) -> None:
         dispatch.kernels(CPU)
     assert "add on cpu: reference.add" in caplog.messages
     assert get_policy() == SelectionPolicy()
+
+
+def test_a_plugin_that_calls_itself_reference_is_no_reference() -> None:
+    """``use_backend("reference")`` and the lab mean fp8kit's own engine, whatever kind and priority a plugin has."""
+    posing = Engine("acme", kind=Kind.REFERENCE, priority=10_000)
+    registry.register_many(posing.impls)
+    a, out = fk.tensor(np.ones(3, np.float32), device="cpu"), np.zeros(3, np.float32)
+    with fk.use_backend("reference"):
+        assert np.array_equal((a + a).numpy(), [2, 2, 2])
+        assert {dispatch.get_default_manager().get_selected_impl_id(name).partition(".")[0] for name in KERNELS} == {"reference"}
+    assert not posing.calls
+    reference("add")(a.view, a.view, arrays.as_view(out), 0)
+    assert (out.tolist(), dict(posing.calls)) == ([2, 2, 2], {})
+    with with_preference("reference"):
+        assert np.array_equal((a + a).numpy(), [2, 2, 2])
+    assert posing.calls["add"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -137,6 +138,46 @@ with blas._one_thread:
     assert os.waitpid(child, 0)[1] == 0
 assert library.threads() == 2
 """
+
+
+LATE = """
+import atexit
+import numpy as np
+from fp8kit.backends.reference import blas
+blas._PART = 1 << 10
+blas._openblas().set_threads(2)
+left, right = np.ones((200, 60), np.float32), np.ones((60, 50), np.float32)
+atexit.register(lambda: print((blas.matmul(left, right) == 60).all(), blas._openblas().threads()))
+"""
+
+
+def test_products_when_the_interpreter_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("True 2\n", "")
+
+
+def test_after_an_error_nobody_works_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's error comes when all helpers have ended, and OpenBLAS has its threads back."""
+    main, real = threading.current_thread(), blas._work
+    begun, working = threading.Event(), []
+
+    def work(parts: object) -> None:
+        if threading.current_thread() is main:
+            assert begun.wait(30)
+            raise KeyboardInterrupt
+        working.append(True)
+        begun.set()
+        time.sleep(0.05)
+        real(parts)  # type: ignore[arg-type]
+        working.pop()
+
+    monkeypatch.setattr(blas, "_work", work)
+    out = np.full((200, 50), 7, np.float32)
+    left, right = operands(200, 60, 50, False)
+    with pytest.raises(KeyboardInterrupt):
+        blas.matmul(left, right, out)
+    assert (working, library.count) == ([], 3)
+    assert_same_bits("untouched", out, np.full((200, 50), 7, np.float32))
 
 
 def test_numpys_own_library_and_forked_children() -> None:

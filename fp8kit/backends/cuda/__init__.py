@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8kit.backends.registry import OpRegistry
 
+TIMED = ("gemm", "fp8_gemm", "block_gemm")  # take the fastest of cuBLASLt's algorithms, unless the policy is deterministic
 MIN_ARCH = 89  # FP8 conversions and tensor cores start with Ada
 
 # module -> the kernels of the contract that it implements
@@ -45,11 +47,16 @@ def implementation(kernel: str) -> Callable[..., Any]:
 
 def register(registry: OpRegistry) -> None:
     """Register every kernel of this engine. Imports its modules, but neither CuPy nor any other CUDA library."""
-    from fp8kit.backends.registry import Kind, OpImpl
+    from fp8kit.backends.registry import PRIORITY, Kind, OpImpl
+
+    def add(op_name: str, impl_id: str, function: Callable[..., Any], **more: Any) -> None:
+        registry.register_impl(
+            OpImpl(op_name, impl_id, Kind.VENDOR, function, vendor="cuda", min_arch=MIN_ARCH, devices=frozenset({"cuda"}), **more)
+        )
 
     for kernels in IMPLEMENTATIONS.values():
         for name in kernels:
-            function = implementation(name)
-            registry.register_impl(
-                OpImpl(name, f"cuda.{name}", Kind.VENDOR, function, vendor="cuda", min_arch=MIN_ARCH, devices=frozenset({"cuda"}))
-            )
+            add(name, f"cuda.{name}", implementation(name))
+    for name in TIMED:
+        function = functools.partial(implementation(name), timed=True)
+        add(name, f"cuda.timed_{name}", function, priority=PRIORITY[Kind.VENDOR] + 1, deterministic=False)

@@ -23,7 +23,7 @@ from fp8kit.formats import DType, float32
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
 _CANDIDATES = 8
-_KEPT = 1024  # plans
+KEPT = 1024  # plans
 _COMPUTE_32F = 68  # float32 throughout: no TF32
 _FLOAT32 = float32.cuda
 
@@ -51,7 +51,7 @@ class MatmulKey:
     * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row" (float32 [m], [n]),
       "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is "block_1x128").
     * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the product may use.
-    * ``alignment``: what every pointer is a multiple of, in bytes.
+    * ``alignment``: what every pointer is a multiple of, in bytes. ``timed``: the fastest algorithm is looked for (``algorithms``).
     """
 
     m: int
@@ -75,6 +75,7 @@ class MatmulKey:
     fast_accumulate: bool = False
     workspace: int = WORKSPACE
     alignment: int = 16
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Plan:
 
     def __init__(self, key: MatmulKey, device_index: int) -> None:
         self.key = key
+        self.settled = not key.timed  # the algorithm is the one that the key asks for
         self.device = device_index
         self._lt = bindings()
         self._handle = _handle(device_index)
@@ -238,7 +240,7 @@ class Plan:
         self._known[slot] = pointer
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(KEPT)
 def plan(key: MatmulKey, device_index: int) -> Plan:
     """The plan of a problem on a device, made at its first use and kept while it is among the most recently used. Its descriptors are
     destroyed with the last reference to it: cuBLASLt reads them during a call only. BackendError where cuBLASLt is missing or has no

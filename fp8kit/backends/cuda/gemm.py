@@ -2,22 +2,21 @@
 
 A call looks its plan up by shapes, strides and dtypes and launches it. What cuBLASLt cannot write directly (an FP8 product whose sizes
 are not multiples of 16, a bias of another dtype than the output's) goes through float32 and one small kernel, so that every output is still
-rounded once.
+rounded once. ``timed``: by the fastest of cuBLASLt's algorithms instead of the first (``algorithms``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch
-from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan, Scaling, plan
+from fp8kit.backends.cuda import algorithms, launch
+from fp8kit.backends.cuda.cublaslt import KEPT, WORKSPACE, MatmulKey, Plan, Scaling, plan
 from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType, Format, float32
 
-_PLANS: dict[tuple[Any, ...], Plan] = {}
 _TENSOR: tuple[Scaling, Scaling] = ("tensor", "tensor")
 _ROW: tuple[Scaling, Scaling] = ("row", "row")
 _ONE = (1,)
@@ -25,7 +24,7 @@ _ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones wa
 
 
 def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, accumulate: bool,
-         workspace: ArrayView | None, stream: int) -> None:
+         workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
     """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses."""
     m, n = out.shape
     if not (m and n):
@@ -40,31 +39,31 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
     a_stride, b_stride, out_stride = (v.shape[1] if v._strides is None else launch.row_stride(v) for v in (a, b, out))
     aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
     fused = bias_ptr != 0
-    quick = (index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit)
-    ready = _PLANS.get(quick)
-    if ready is None:
-        alignment = _ALIGNMENT if aligned else min(a.dtype.itemsize, out.dtype.itemsize)
-        key = MatmulKey(m, n, k, layout, a.dtype, b.dtype, out.dtype, a_stride, b_stride, out_stride, bias=fused, accumulate=accumulate,
-                        workspace=limit, alignment=alignment)
-        ready = _PLANS[quick] = plan(key, index)
-    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, _address(workspace, limit), limit, stream)
+    ready = _plain_plan(index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit,
+                        timed)  # fmt: skip
+    scratch = _address(workspace, limit)
+    if not ready.settled:
+        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, scratch, limit, stream), stream)
+    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, scratch, limit, stream)
     if late_bias:
         _finish(out.ptr, out_stride, bias, out, False, stream)
 
 
 def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView, b_scale_inv: ArrayView,
-             bias: ArrayView | None, accumulate: bool, fast_accumulate: bool, workspace: ArrayView | None, stream: int) -> None:
+             bias: ArrayView | None, accumulate: bool, fast_accumulate: bool, workspace: ArrayView | None, stream: int,
+             timed: bool = False) -> None:
     """See ``backends.protocol``. Where the sizes are not multiples of 16, the workspace must have ``fp8_gemm_workspace`` bytes.
 
     BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a workspace that is too small.
     """
     scaling = _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
-    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, fast_accumulate, workspace, stream)
+    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, fast_accumulate, workspace, stream,
+                timed)
 
 
 def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
                 b_scale_inv: ArrayView, scaling: tuple[Scaling, Scaling], bias: ArrayView | None, accumulate: bool, fast_accumulate: bool,
-                workspace: ArrayView | None, stream: int) -> None:
+                workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
     """``fp8_gemm`` with any scaling of a and b that cuBLASLt has; for the others see ``cublaslt.MatmulKey``."""
     m, n = out.shape
     if not (m and n):
@@ -79,16 +78,9 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr) % _ALIGNMENT != 0
     fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
-    quick = (index, padded_m, padded_n, k, a_format.name, b_format.name, written, 0 if unfit else out_stride, fused, accumulate,
-             fast_accumulate, scaling, limit)
-    ready = _PLANS.get(quick)
-    if ready is None:
-        key = MatmulKey(
-            padded_m, padded_n, k, "nt", _code_type(a_format), _code_type(b_format), written, launch.row_stride(a), launch.row_stride(b),
-            padded_n if unfit else out_stride, bias=fused, accumulate=accumulate and not unfit, scaling=scaling,
-            fast_accumulate=fast_accumulate, workspace=limit, alignment=_ALIGNMENT,
-        )
-        ready = _PLANS[quick] = plan(key, index)
+    a_stride, b_stride = (k if v._strides is None else launch.row_stride(v) for v in (a, b))
+    ready = _scaled_plan(index, padded_m, padded_n, k, _code_type(a_format), _code_type(b_format), written, a_stride, b_stride,
+                         padded_n if unfit else out_stride, fused, accumulate and not unfit, fast_accumulate, scaling, limit, timed)
     product, scratch = out.ptr, _address(workspace, limit)
     if unfit:
         wanted = WORKSPACE + 4 * padded_m * padded_n
@@ -96,11 +88,34 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
             raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
         product = workspace.ptr + WORKSPACE
-    ready.run(a.ptr, b.ptr, product, a_scale_inv.ptr, b_scale_inv.ptr, 0 if unfit else bias_ptr, scratch, limit, stream)
+    scales, bias_ptr = (a_scale_inv.ptr, b_scale_inv.ptr), 0 if unfit else bias_ptr
+    if not ready.settled:
+        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream), stream)
+    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, scratch, limit, stream)
     if unfit:
         _finish(product, padded_n, bias, out, accumulate, stream)
     elif late_bias:
         _finish(product, out_stride, bias, out, False, stream)
+
+
+# A call looks its plan up by what it knows without making a key. These tables hold plans for as long as they are among the last used, too.
+
+
+@functools.lru_cache(KEPT)
+def _plain_plan(index: int, layout: Layout, m: int, n: int, k: int, a_stride: int, b_stride: int, out_stride: int, operand: DType,
+                out: DType, bias: bool, accumulate: bool, aligned: bool, workspace: int, timed: bool) -> Plan:
+    alignment = _ALIGNMENT if aligned else min(operand.itemsize, out.itemsize)
+    return plan(MatmulKey(m, n, k, layout, operand, operand, out, a_stride, b_stride, out_stride, bias=bias, accumulate=accumulate,
+                          workspace=workspace, alignment=alignment, timed=timed), index)  # fmt: skip
+
+
+@functools.lru_cache(KEPT)
+def _scaled_plan(index: int, m: int, n: int, k: int, a: DType, b: DType, out: DType, a_stride: int, b_stride: int, out_stride: int,
+                 bias: bool, accumulate: bool, fast_accumulate: bool, scaling: tuple[Scaling, Scaling], workspace: int,
+                 timed: bool) -> Plan:
+    return plan(MatmulKey(m, n, k, "nt", a, b, out, a_stride, b_stride, out_stride, bias=bias, accumulate=accumulate, scaling=scaling,
+                          fast_accumulate=fast_accumulate, workspace=workspace, alignment=_ALIGNMENT,
+                          timed=timed), index)  # fmt: skip
 
 
 def gemm_workspace() -> int:
@@ -124,6 +139,10 @@ def _address(workspace: ArrayView | None, limit: int) -> int:
 
 
 def _code_type(fmt: Format) -> DType:
+    if fmt is formats.E4M3:  # by identity first: a format's hash and equality look at all of its fields
+        return formats.float8_e4m3fn
+    if fmt is formats.E5M2:
+        return formats.float8_e5m2
     found = formats.dtype_of_format(fmt)
     if fmt not in (formats.E4M3, formats.E5M2) or found is None:
         raise BackendError(expected("fp8_gemm", "format", fmt, "E4M3 or E5M2"))

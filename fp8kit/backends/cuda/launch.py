@@ -107,6 +107,12 @@ class Kernel:
             found = self.packers[size] = struct.Struct(layout).pack_into
         return found
 
+    def allow(self, shared: int) -> None:
+        """Let launches ask for so many bytes of dynamic shared memory; what is allowed only grows, also where threads ask at once."""
+        with _LOADING:
+            if shared > self.shared_limit:
+                self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared
+
     def __repr__(self) -> str:
         return f"Kernel({self.name}, cuda:{self.device})"
 
@@ -219,7 +225,7 @@ def launch(
     if not (x and y and z and i and j and k):
         return
     if shared > kernel.shared_limit:
-        kernel.raw.max_dynamic_shared_size_bytes = kernel.shared_limit = shared
+        kernel.allow(shared)
     try:
         room: _Room = _thread.room
     except AttributeError:

@@ -192,10 +192,22 @@ class _Numba:
             self.kernel[grid, block, handle, shared](*values)
 
 
+class _Handle:
+    """A raw stream as CuPy takes one from elsewhere."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
 def on_stream(device_index: int, stream: int) -> AbstractContextManager[Any]:
     """Context manager: make a device and a raw stream of it CuPy's current ones in this thread."""
-    streams = cupy().cuda
-    return _Both(launch.current_device(device_index), streams.ExternalStream(stream, device_index) if stream else streams.Stream.null)
+    streams = cupy().cuda.Stream
+    return _Both(launch.current_device(device_index), streams.from_external(_Handle(stream)) if stream else streams.null)
 
 
 class _Both(AbstractContextManager[None]):

@@ -7,6 +7,9 @@ that has not begun. On two cores that others kept busy (load average 11 to 14) t
 to 3 ms, and a training step of the demo from 3.4 s to 1.3 s, with a third of the processor time.
 
 The parts depend on the sizes and on OpenBLAS's number of threads alone, so that the same number of threads gives the same bits.
+
+OpenBLAS's number of threads is the process's: while a product runs here, NumPy's products on other threads take one core each, and whoever
+sets that number meanwhile (threadpoolctl) finds 1, and is overruled when the product ends.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ import contextlib
 import ctypes
 import functools
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +30,12 @@ import numpy as np
 from fp8kit.backends.reference._numpy import Float32
 
 _PART = 1 << 23  # multiplications that are worth waking a thread for: about 0.2 ms
+_PARTS = 2  # a thread: one that is interrupted in its part keeps the others waiting for less (medians beside other work fell to a half)
 _ALIGN = 16  # rows or columns that a part is a multiple of: whole tiles of OpenBLAS's kernels
-_MAPS = Path("/proc/self/maps")
+_EXTENSIONS = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # NumPy 2, NumPy 1
+
+
+Part = tuple[Float32, Float32, Float32]  # two operands and what they give
 
 
 class _OpenBlas(NamedTuple):
@@ -40,18 +47,17 @@ class _OpenBlas(NamedTuple):
 
 @functools.cache
 def _openblas() -> _OpenBlas | None:
-    """The OpenBLAS that NumPy has loaded, whose names its builds decorate; None where there is none, or no list of what is loaded."""
+    """The OpenBLAS that NumPy multiplies with, whose names its builds decorate; None where it has another library. Names are looked for in
+    NumPy's own extension and what that is linked to: SciPy or torch may have loaded an OpenBLAS of theirs."""
+    extension = next((sys.modules[name] for name in _EXTENSIONS if name in sys.modules), None)
     try:
-        loaded = {line.split(maxsplit=5)[5].strip() for line in _MAPS.read_text().splitlines() if "openblas" in line}
-    except OSError:
+        library = ctypes.CDLL(extension.__file__)  # type: ignore[union-attr]
+    except (AttributeError, OSError):
         return None
-    for path in sorted(loaded):
-        with contextlib.suppress(OSError):
-            library = ctypes.CDLL(path)
-            for prefix, suffix in (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "_64"), ("", "")):
-                names = [f"{prefix}openblas_{verb}_num_threads{suffix}" for verb in ("get", "set")]
-                if all(hasattr(library, name) for name in names):
-                    return _OpenBlas(*(getattr(library, name) for name in names))
+    for prefix, suffix in (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "_64"), ("", "")):
+        names = [f"{prefix}openblas_{verb}_num_threads{suffix}" for verb in ("get", "set")]
+        if all(hasattr(library, name) for name in names):
+            return _OpenBlas(*(getattr(library, name) for name in names))
     return None
 
 
@@ -85,11 +91,20 @@ class _OneThread:
             if not self._inside:
                 library.set_threads(self._former)
 
+    def hold(self) -> None:
+        """A fork waits until nobody is half inside."""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """The fork is done."""
+        self._lock.release()
+
     def forked(self) -> _OneThread:
         """What a forked child goes on with: nobody of the parent's threads is inside there."""
         library = _openblas() if self._inside else None
         if library is not None:
             library.set_threads(self._former)
+        self.release()  # who forked within a product leaves this one
         return _OneThread()
 
 
@@ -104,7 +119,7 @@ def _after_fork() -> None:
     _pools.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=lambda: _one_thread.hold(), after_in_parent=lambda: _one_thread.release(), after_in_child=_after_fork)
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
@@ -121,8 +136,8 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
     if library is None or m * n * k < 2 * _PART:
         return np.asarray(np.matmul(left, right, out=out))
     threads = _one_thread.threads(library)
-    count = min(threads, m * n * k // _PART, -(-max(m, n) // _ALIGN))
-    if count < 2:
+    count = min(_PARTS * threads, m * n * k // _PART, -(-max(m, n) // _ALIGN))
+    if threads < 2 or count < 2:
         return np.asarray(np.matmul(left, right, out=out))
     result = np.empty((m, n), np.float32) if out is None else out
     if m >= n:
@@ -130,12 +145,24 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
     else:
         parts = deque((left, right[:, at], result[:, at]) for at in _cuts(n, count))
     with _one_thread:
-        helpers = [_pool(threads - 1).submit(_work, parts) for _ in range(count - 1)]
-        _work(parts)
-        for helper in helpers:
-            if not helper.cancel():  # it has begun
-                helper.result()
+        helpers = _helpers(threads - 1, min(threads, count) - 1, parts)
+        try:
+            _work(parts)
+        finally:
+            parts.clear()  # after an error nobody goes on writing
+            begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)
+        for helper in begun:
+            helper.result()
     return result
+
+
+def _helpers(threads: int, count: int, parts: deque[Part]) -> list[Future[None]]:
+    """Up to ``count`` others who take parts; none when the interpreter is ending and starts no threads."""
+    try:
+        return [_pool(threads).submit(_work, parts) for _ in range(count)]
+    except RuntimeError:
+        return []
 
 
 def _cuts(size: int, count: int) -> Iterator[slice]:
@@ -144,7 +171,7 @@ def _cuts(size: int, count: int) -> Iterator[slice]:
     return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
-def _work(parts: deque[tuple[Float32, Float32, Float32]]) -> None:
+def _work(parts: deque[Part]) -> None:
     """Take parts until none is left."""
     with np.errstate(all="ignore"), contextlib.suppress(IndexError):
         while True:

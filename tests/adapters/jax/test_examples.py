@@ -39,7 +39,13 @@ def test_flax_training(capsys, monkeypatch):
     assert losses[-1] < losses[0] - 1.0
     assert numbers(r"validation: ([\d.]+)", text)[0] < losses[0] - 1.0
     assert "quantised tensors: 24\n" in text
-    assert "it writes: '    return " in text or 'it writes: "    return ' in text
+
+
+def test_flax_decode(capsys, monkeypatch):
+    text = printed("flax_decode", capsys, monkeypatch, "8")
+    (apart,) = numbers(r"([\d.]+)% of the largest apart", text)
+    assert apart < 0.01  # the same casts; sums in another order, in float32
+    assert "cache: cache_index, cached_key, cached_value\n" in text
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

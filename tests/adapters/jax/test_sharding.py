@@ -6,16 +6,27 @@ gradients of products see y by its FP8 codes, so that a rounding of y moves some
 
 from __future__ import annotations
 
+from typing import Any
+
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8kit_jax import spread
+from fp8kit_jax.cuts import cuts
+from fp8kit_jax.program import Program
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fp8kit import formats
+from fp8kit.ops.linear import LinearSpec
+from fp8kit.ops.norm import NormSpec
+from fp8kit.ops.norm_linear import NormLinearSpec
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from fp8kit.spec import Meta
 from fp8kit.testing import assert_same_bits
 
 RECIPES = {
@@ -181,3 +192,17 @@ def test_a_product_and_its_state(recipe, axes):
         assert_same_bits(jax.tree_util.keystr(path), np.asarray(other), np.asarray(leaf))
     for a, c in ((got, want), (grads[0], dx), (grads[1], dw), (grads[2], db)):
         near(a, c, BITS)
+
+
+def test_operands_that_come_in_fp8_are_not_cut():
+    """Their codes are padded as a whole: a program that takes them runs whole on every device."""
+    fp8 = fp8_from_recipe(RECIPES["current"])
+    x, weight = Meta((64, 128), formats.float32), Meta((256, 128), formats.float32)
+    for operation in ("linear", "norm_linear"):
+        for name in ("weight_cached", "input_cached"):
+            for flag in (False, True):
+                spec: Any = LinearSpec(ProductSpec(128, (256,), bias="none", fp8=fp8, **{name: flag}))
+                if operation == "norm_linear":
+                    spec = NormLinearSpec(NormSpec(128, "RMSNorm"), spec.product)
+                program = Program("forward", operation, spec, (("x", x), ("weight0", weight)), ())
+                assert bool(cuts(program)) is not flag

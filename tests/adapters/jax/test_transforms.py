@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8kit as fk
+from fp8kit.errors import AutogradError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing import assert_same_bits
 
@@ -172,6 +175,70 @@ def test_donated_parameters_and_optimizer_state_train_alike():
         kept, given = plain(kept, draw(seed, 16, K)), donating(given, draw(seed, 16, K))
         assert before.is_deleted()
         same(f"step {seed}", given, kept)
+
+
+MODES = {
+    "disable_jit": lambda: jax.disable_jit(), "debug_nans": lambda: jax.debug_nans(True), "debug_infs": lambda: jax.debug_infs(True),
+    "x64": lambda: jax.enable_x64(True), "cleared": contextlib.nullcontext,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_modes_of_jax_change_no_bits(recipe, mode):
+    x, w, b = draw(0, 16, K), draw(1, K, N), draw(2, N)
+    sets, key = quantizers(RECIPES[recipe]), jax.random.key(3)
+
+    def loss(x, w, sets):
+        y = layer(x, w, b, sets)
+        return (fj.dropout_add(y, y, rate=0.5, key=key) ** 2).sum()
+
+    step = jax.value_and_grad(loss, (0, 1, 2), allow_int=True)
+    want = jax.jit(step)(x, w, sets)
+    if mode == "cleared":
+        jax.clear_caches()
+    with MODES[mode]():
+        got = jax.jit(step)(x, w, sets)
+    if mode in ("disable_jit", "cleared", "x64"):  # the squares' sum is XLA's, in whatever order
+        near(got[0], want[0])
+        got, want = got[1], want[1]
+    same(mode, got, want)
+
+
+def test_dropout_over_devices_in_either_width():
+    """The same key, with JAX's integers of 32 and of 64 bits, in turn: the same numbers."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+    x, key = draw(0, 4, 16, K), jax.random.key(3)
+    split = jax.device_put(x, NamedSharding(mesh, P("data")))
+    want = fj.dropout_add(x, x, rate=0.5, key=key)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            same(f"x64 {wide}", [jax.jit(lambda x: fj.dropout_add(x, x, rate=0.5, key=key))(split)], [want])
+
+
+def test_second_derivatives_are_refused_by_name():
+    x, w, b = draw(0, 4, K), draw(1, K, 8), draw(2, 8)
+    with pytest.raises(AutogradError, match="linear: derivative: got a second one"):
+        jax.hessian(lambda w: (fj.dense(x, w, b) ** 2).sum())(w)
+
+
+def test_sums_of_pmap_and_gradients_of_vmapped_scans():
+    """Layers in a scan, elements in a vmap that share their state: the next state is that of the largest amax of all elements."""
+    x, w, b = draw(0, 4, 16, K), draw(1, 2, K, K), draw(2, K)
+    fresh = quantizers(RECIPES["delayed"])
+    sets = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), fresh)
+
+    def deep(w, sets, x):
+        y, _ = jax.lax.scan(lambda x, own: (layer(x, own[0], b, own[1]), None), x, (w, sets))
+        return (y**2).sum()
+
+    _, state = jax.jit(jax.grad(lambda w, sets: jax.vmap(deep, (None, None, 0))(w, sets, x).sum(), (0, 1)))(w, sets)
+    each = [jax.jit(jax.grad(deep, 1))(w, sets, x[i]) for i in range(4)]
+    for name in ("x", "kernel", "grad"):
+        largest = np.max([np.asarray(getattr(own, name).amax_history) for own in each], 0)
+        assert_same_bits(name, np.asarray(getattr(state, name).amax_history), largest)
+    over = jax.pmap(lambda x: layer(x, w[0], b, fresh), devices=jax.devices("cpu")[:4])
+    same("pmap", [over(x)], [jnp.stack([jax.jit(layer)(x[i], w[0], b, fresh) for i in range(4)])])
 
 
 def test_jacobians_are_rows_of_gradients():

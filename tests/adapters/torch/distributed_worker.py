@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from fp8kit_torch import DelayedScaling, Linear, autocast, checkpoint, quantized_model_init
 from fp8kit_torch.optimizers import FusedAdam
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,6 +34,13 @@ def batch(step, rank):
     """Processes see data of different sizes, so that their amaxes differ."""
     g = torch.Generator().manual_seed(100 * step + rank)
     return (torch.randn(ROWS, K, generator=g) * (1 + 3 * ((rank + step) % 2))).to(PLACE)
+
+
+def shard(*layers):
+    """``fully_shard`` each where this process computes; by itself torch takes the machine's accelerator, also for modules on the CPU."""
+    mesh = init_device_mesh(PLACE.type, (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
 
 
 def bits(value):
@@ -94,8 +102,7 @@ def single(rank, world):
     for how in ("ddp", "fsdp"):
         net = model()
         if how == "fsdp":
-            for layer in (net[0], net[2], net):
-                fully_shard(layer)
+            shard(net[0], net[2], net)
         wrapped = DistributedDataParallel(net) if how == "ddp" else net
         own = torch.tensor(train(wrapped, torch.optim.SGD(net.parameters(), lr=0.1 / gain), rank, recipe, gain), device=PLACE)
         dist.all_reduce(own)
@@ -116,7 +123,7 @@ def held_in_fp8(rank, world):
     """``fully_shard`` of weights that ``quantized_model_init`` made says that it is not supported."""
     with quantized_model_init():
         net = model()
-    fully_shard(net[0])
+    shard(net[0])
     with autocast(recipe=DelayedScaling()), pytest.raises(NotImplementedError, match=r"weight0: got .* fully_shard"):
         net(batch(0, rank))
 
@@ -150,8 +157,7 @@ def sharded(rank, world):
     twin = model()
     train(DistributedDataParallel(twin), FusedAdam(twin.parameters(), lr=1e-3), rank, DelayedScaling(amax_history_len=2))
     net = model()
-    for layer in (net[0], net[2], net):
-        fully_shard(layer)
+    shard(net[0], net[2], net)
     opt = FusedAdam(net.parameters(), lr=1e-3)
     train(net, opt, rank, DelayedScaling(amax_history_len=2))
     for (name, p), t in zip(net.named_parameters(), twin.parameters(), strict=True):

@@ -260,7 +260,7 @@ CALLS: dict[str, Call] = {
     "empty_like_metas": call(ft.empty_like_metas, metas=lambda: {"a": ft.as_view(ramp(3)).meta} if hasattr(ft.as_view(ramp(3)), "meta")
                              else {}, like=lambda: ramp(3)),
     "autocast": call(lambda **given: within(ft.autocast(**given)), enabled=True, calibrating=False, recipe=lambda: ft.DelayedScaling(),
-                     amax_reduction_group=None, _graph=False, check_finite=None),
+                     amax_reduction_group=None, _graph=False),
     "fp8_autocast": call(lambda **given: within(ft.fp8_autocast(**given)), enabled=True, calibrating=False, fp8_recipe=None,
                          fp8_group=None),
     "fp8_model_init": call(lambda **given: within(ft.fp8_model_init(**given)), enabled=True, recipe=None,

@@ -9,6 +9,7 @@ from fp8kit_torch.calibration import activated, amax_of
 from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import encode
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 import fp8kit as fk
@@ -31,7 +32,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
-from fp8kit.recipe import DelayedScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
 
@@ -91,12 +92,31 @@ def test_a_recipe_made_inside(device):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it on inputs that are no leaves
+def test_a_block_and_a_recipe_of_each_step_compile_nothing_anew(device):
+    """An autocast object, and a recipe with the same fields, of its own in each step; another recipe once, and the first one again."""
+    compiled = []
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph.forward
+
+    layer = torch.compile(ft.Linear(WIDTH, 32, device=device), backend=backend, fullgraph=True)
+    x = torch.randn(16, WIDTH, device=device, requires_grad=True)
+    for make, count in ((lambda: DelayedScaling(amax_history_len=3), 1), (Float8CurrentScaling, 2),
+                        (lambda: DelayedScaling(amax_history_len=3), 2)):
+        for _ in range(3):
+            with ft.autocast(recipe=make()):
+                layer(x).sum().backward()
+            assert len(compiled) == count
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it from showing only
 def test_layers_share_one_compilation(device):
     def init(weight):
         torch.nn.init.normal_(weight, 0.0, WIDTH**-0.5)  # keeps the size of what goes through, so that no scale stays at its start
 
     layers = [ft.Linear(WIDTH, WIDTH, init_method=init, device=device) for _ in range(12)]
-    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    count = CompileCounterWithBackend("aot_eager")
     calls = [torch.compile(layer, fullgraph=True, backend=count) for layer in layers]
     x = torch.randn(4, WIDTH, device=device, requires_grad=True) * 1.0
     with ft.autocast(recipe=RECIPES["delayed"]):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import fp8kit_torch as ft
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8kit.errors import ArgumentError, Fp8kitError
+from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
+from fp8kit.recipe import DelayedScaling
 
 H, D, T = 2, 4, 5
 WRONG = {"beyond": [0, 2, 9], "not_from_0": [1, 2, 5], "falling": [0, 4, 2], "negative": [0, -3, 2]}
@@ -57,3 +61,23 @@ def test_names_are_the_callers():
             call()
         with pytest.raises(ValueError, match=said):
             call()
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()])
+def test_tensors_without_memory_are_refused(recipe):
+    """What torch traces with stands for values that are nowhere: reading them would end the process."""
+    real = ft.Linear(32, 32, device="cpu")
+    for _ in range(2):  # also where the plan is known already
+        with warnings.catch_warnings(), FakeTensorMode(), ft.autocast(enabled=recipe is not None, recipe=recipe):
+            warnings.simplefilter("ignore")  # torch's own, about the address, which it gives once a process
+            layer = ft.Linear(32, 32, device="cpu")
+            with pytest.raises(FormatError, match="inp: got a FakeTensor without memory"):
+                layer(torch.randn(16, 32))
+        with ft.autocast(enabled=recipe is not None, recipe=recipe):
+            assert real(torch.randn(16, 32)).isfinite().all()
+    assert real(torch.randn(0, 32)).shape == (0, 32)
+
+
+def test_what_only_the_native_door_looks_for_is_refused():
+    with pytest.raises(TypeError, match="check_finite"):
+        ft.autocast(check_finite=True)

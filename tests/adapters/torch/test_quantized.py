@@ -121,6 +121,50 @@ def test_training(device, recipe, optimizer):
         same(again.get_unscaled_state(held.fc1_weight, "master_param"), master, "loaded")
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_torchs_optimisers_write_lists_alike(device, kind):
+    """``foreach`` and ``fused`` write a list of parameters in one operation; a value may round to the neighbouring code of E4M3."""
+    results = []
+    held, _ = pair("LayerNormMLP", device, "current")
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        layer = copy.deepcopy(held)
+        opt = getattr(torch.optim, kind)(layer.parameters(), lr=0.1, **options)
+        torch.manual_seed(3)
+        torch_step(layer, layer, RECIPES["current"], torch.randn(8, WIDTH, device=device))
+        opt.step()
+        assert len(held_names(layer)) == 2
+        results.append([p.dequantize() if isinstance(p, ft.QuantizedTensor) else p.detach() for p in layer.parameters()])
+    for i, start in enumerate(held.parameters()):
+        assert not torch.equal(results[0][i], start.detach())
+        for other in results[1:]:
+            torch.testing.assert_close(other[i], results[0][i], rtol=2.0**-3, atol=0.01)
+
+
+def test_averages_of_weights_are_written(device):
+    """torch's averaged models use ``torch._foreach_lerp_``."""
+    held, _ = pair("Linear", device, "current")
+    average = torch.optim.swa_utils.AveragedModel(held, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    start = held.weight.dequantize().detach().clone()
+    average.update_parameters(held)
+    with torch.no_grad():
+        held.weight.mul_(3)
+    average.update_parameters(held)
+    same(average.module.weight.dequantize(), ft.QuantizedTensor.of(2 * start, held.weight._fp8).dequantize(), "average")
+
+
+def test_a_move_that_fails_changes_nothing(device):
+    held, _ = pair("Linear", device, "current")
+    before, names = held.weight, list(held._parameters)
+
+    def full(tensor):
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        held._apply(full)
+    assert held.weight is before
+    assert list(held._parameters) == names
+
+
 def test_saved_copied_and_moved(device):
     held, _ = pair("LayerNormLinear", device, "current")
     file = io.BytesIO()

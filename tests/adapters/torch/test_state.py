@@ -11,7 +11,7 @@ import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
-from fp8kit_torch import plans
+from fp8kit_torch import plans, state
 from fp8kit_torch.state import _WALKS
 
 from fp8kit.errors import CheckpointError
@@ -222,6 +222,56 @@ def test_callables_run_on_the_host(device):
     y.sum().backward()
     assert len(seen) == 2
     assert ours.fp8_meta["scaling_fwd"].scale.tolist() == [2.0, 2.0, 1.0]
+
+
+def test_an_update_that_raises_drops_what_was_recorded(device):
+    def refuse(history):
+        if history.shape[1] == 2:
+            raise ZeroDivisionError("backward")
+        return history.max(0)
+
+    ours, x = twins("Linear", device)[0], torch.ones(4, WIDTH, device=device)
+    with ft.autocast(recipe=DelayedScaling(amax_compute_algo=refuse)):
+        y = ours(x)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    gc.collect()
+    assert not _WALKS
+    for part in ("scaling_fwd", "scaling_bwd"):
+        assert not ours.fp8_meta[part].amax_history[0].any()
+    assert ours.fp8_meta["scaling_bwd"].scale.tolist() == [1.0, 1.0]
+
+
+class _Slow(dict):
+    """A dictionary that every thread has looked into before any goes on."""
+
+    def __init__(self, threads):
+        super().__init__()
+        self.all = threading.Barrier(threads)
+
+    def __contains__(self, key):
+        found = super().__contains__(key)
+        self.all.wait(30)
+        return found
+
+
+def test_a_pass_has_a_thread_for_each_device(monkeypatch):
+    """Four threads that record in one pass at the same moment: one callback at its end, and all states updated by it."""
+    queued, updated = [], []
+    monkeypatch.setattr(state, "_WALKS", _Slow(4))
+    monkeypatch.setattr(state, "_pass_now", lambda: -7)  # of no pass that there ever was
+    monkeypatch.setattr(state, "_at_its_end", queued.append)
+    monkeypatch.setattr(state, "update", lambda recipe, states, forward: updated.append(states))
+    states = [state.ScalingState(2, 1, "cpu") for _ in range(4)]
+    threads = [threading.Thread(target=state.finish_backward, args=(RECIPE, own)) for own in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (walk,) = queued
+    walk()
+    (found,) = updated
+    assert {id(own) for own in found} == {id(own) for own in states}
 
 
 def test_threads_have_autocasts_of_their_own(device):

@@ -1,0 +1,154 @@
+"""Modules with FP8 state and weights that may be held in FP8: how these are made, moved, copied, saved and loaded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp8kit.errors import expected
+from fp8kit.ops.quant import Fp8
+from fp8kit.recipe import Recipe
+from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
+from fp8kit_torch import extra_state
+from fp8kit_torch.apply import Wiring
+from fp8kit_torch.checks import CALLED, check
+from fp8kit_torch.parameters import ParameterModule
+from fp8kit_torch.plans import Call
+from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
+from fp8kit_torch.specs import layer_products
+from fp8kit_torch.state import FIELDS, ScalingState, moved
+from fp8kit_torch.texts import encode
+from fp8kit_torch.views import as_view
+
+_MODULES: weakref.WeakSet[StatefulModule] = weakref.WeakSet()
+
+
+class StatefulModule(ParameterModule):
+    """What a layer of FP8 products keeps beside its parameters.
+
+    ``fp8_meta``: "scaling_fwd" and "scaling_bwd" -> ``ScalingState``, made by the first use of delayed scaling. Forward slots per GEMM:
+    input, weight, output; backward: grad_output, grad_input. ``gemms``: prefixes of the operation's names, one a GEMM.
+    """
+
+    holds = True  # whether quantized_model_init concerns its weights
+    _held: Held | None = None
+    gemms: tuple[str, ...] = ("",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, ScalingState] = {}
+        self._forget()
+        _MODULES.add(self)
+
+    def set_spec(self, spec: Any) -> None:
+        """The operation's spec in high precision; recipes and call options vary it."""
+        self._spec, self._spec_text = spec, encode(spec)
+        self._held = held_now() if self.holds else None
+        self._hold()
+
+    def _hold(self) -> None:
+        """Hold the weights in FP8 where ``quantized_model_init`` says so; those on the meta device once they are made."""
+        if self._held is None:
+            return
+        weights, parts = self.weight_inputs(), layer_products(self._spec)
+        if len(weights) != len(self.gemms):
+            got = f"{len(weights)} weights for {len(parts)} products in {type(self).__name__}"
+            wanted = "one a product, which has one scale (no parameters_split; fuse_qkv_params=True in attention)"
+            raise NotImplementedError(expected("quantized_model_init", "weights", got, wanted))
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for weight in weights.values():
+            if not weight.is_meta and not isinstance(weight, QuantizedTensor):
+                self._parameters[names[id(weight)]] = self._held.parameter(weight)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As ``ParameterModule``; weights in FP8 are cast anew."""
+        check(type(self).__name__, CALLED, {"defer_init": defer_init})
+        if not defer_init and self._held is not None:
+            for name, parameter in self._parameters.items():
+                if isinstance(parameter, QuantizedTensor):
+                    self._parameters[name] = Parameter(torch.empty_like(parameter), parameter.requires_grad)
+        super().reset_parameters(defer_init)
+        if not defer_init:
+            self._hold()
+
+    def _forget(self) -> None:
+        """Drop what is derived from the rest."""
+        self._calls: dict[Any, tuple[Call, Any]] = {}
+        self._wired: tuple[Recipe, bool, Wiring] | None = None
+        self._fp8: tuple[Recipe, Fp8] | None = None
+        self._weights: tuple[str, dict[str, Tensor]] | None = None
+
+    def weight_inputs(self) -> dict[str, Tensor]:
+        """The weights by their name in the operation."""
+        raise NotImplementedError
+
+    def prepare(self, history_len: int, resize: bool = True) -> None:
+        """Make the FP8 state where there is none, and give its history that length."""
+        weight = next(iter(self.weight_inputs().values()))
+        for name, slots in (("scaling_fwd", FORWARD_SLOTS), ("scaling_bwd", BACKWARD_SLOTS)):
+            state = self.fp8_meta.get(name)
+            if state is None:
+                self.fp8_meta[name] = ScalingState(slots * len(self.gemms), history_len, weight.device)
+            elif resize and state.history_len != history_len:
+                state.resize(history_len)
+                self._wired = None
+
+    # --- moved, saved, loaded --------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        whole = self._parameters
+        self._parameters = {name: p for name, p in whole.items() if not isinstance(p, QuantizedTensor)}
+        try:
+            super()._apply(fn, recurse)
+            for parameter in whole.values():
+                if isinstance(parameter, QuantizedTensor):
+                    parameter.follow(fn)
+        finally:
+            self._parameters = {name: self._parameters.get(name, parameter) for name, parameter in whole.items()}
+        self.fp8_meta = moved(self.fp8_meta, fn)
+        self._forget()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
+        return self.__dict__ | {"_calls": {}, "_wired": None, "_fp8": None, "_weights": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _MODULES.add(self)
+
+    def get_extra_state(self) -> Tensor:
+        """The FP8 state as uint8 (n,) on the CPU, see ``extra_state``; (0,) before the first step with delayed scaling."""
+        parts = {f"{name}.{field}": part for name, state in self.fp8_meta.items() for field, part in zip(FIELDS, state.parts, strict=True)}
+        return extra_state.pack(parts)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over what ``get_extra_state`` gave. CheckpointError where it does not fit, with nothing changed."""
+        parts = extra_state.unpack(state)
+        checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
+        device = next(iter(self.weight_inputs().values())).device
+        device = torch.device("cpu") if device.type == "meta" else device
+        self.fp8_meta = {name: ScalingState.of([parts[f"{name}.{field}"].to(device) for field in FIELDS]) for name in checked}
+        self._forget()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+                              unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if f"{prefix}_extra_state" in missing_keys:  # weights of a model that was never in FP8
+            missing_keys.remove(f"{prefix}_extra_state")
+        self._weights = None
+
+
+@torch.compiler.assume_constant_result
+def prepare_all(history_len: int) -> int:
+    """Before a compiled function reads FP8 state: every live module has one, its history as long as the recipe says. All of them at once,
+    so that layers that share their compiled code do not each ask for another compilation."""
+    for module in list(_MODULES):
+        if not next(iter(module.weight_inputs().values())).is_meta:
+            module.prepare(history_len)
+    return history_len

@@ -1,0 +1,126 @@
+"""Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, at its first call; the answer is kept on disk.
+
+The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is up to 8 % faster
+(benchmarks/NOTES.md). Which one wins depends on clocks and neighbours, and algorithms differ in how they sum; so these kernels may give
+other bits in another process, say so (``OpImpl.deterministic``), and are left out under ``fk.deterministic``, where the first one is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from fp8kit import settings
+from fp8kit.arrays import Device
+from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda.cublaslt import Plan, bindings
+from fp8kit.backends.cuda.device import provider
+
+SMALLEST = 2**27  # multiply-adds: a smaller product takes some microseconds whatever the algorithm
+_ROUNDS = 7  # times each candidate is measured, in turn with the others, so that all see the same clocks
+_SHORTEST = 3e-4  # seconds that one measurement takes at least
+_LOCK = threading.Lock()
+
+
+def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
+    """Give ``plan`` its fastest algorithm. ``run(out)`` launches the product with its operands, writing to the address ``out``.
+
+    The plan is not settled, and nothing is changed, where nothing can be timed now: while ``stream`` is captured into a graph.
+    """
+    key = plan.key
+    if plan.algorithms < 2 or key.batch * key.m * key.n * key.k < SMALLEST:
+        plan.settled = True
+        return
+    with _LOCK:  # one problem at a time: two timed at once would slow each other
+        if plan.settled:
+            return
+        found = _recall(plan)
+        if found is None:
+            if _capturing(stream):
+                return
+            times = _times(plan, run, stream)
+            found = min(range(plan.algorithms), key=times.__getitem__)
+            _keep(plan, found, times)
+        plan.choose(found)
+        plan.settled = True
+
+
+def _capturing(stream: int) -> bool:
+    calls = launch.runtime()
+    try:
+        return bool(calls.streamIsCapturing(stream))
+    except calls.CUDARuntimeError:  # the legacy stream, while another one is captured
+        return True
+
+
+def _times(plan: Plan, run: Callable[[int], None], stream: int) -> list[float]:
+    """Median seconds of each candidate. The output goes to memory of its own: what is accumulated onto stays as it is."""
+    calls, key = launch.runtime(), plan.key
+    span = key.out.itemsize * ((key.batch - 1) * key.out_step + key.m * key.out_stride)
+    with launch.current_device(plan.device):
+        out, _memory = provider.alloc(span, Device("cuda", plan.device))
+        calls.memsetAsync(out, 0, span, stream)
+        events = calls.eventCreate(), calls.eventCreate()
+        try:
+
+            def seconds(candidate: int, repeats: int) -> float:
+                plan.choose(candidate)
+                calls.eventRecord(events[0], stream)
+                for _ in range(repeats):
+                    run(out)
+                calls.eventRecord(events[1], stream)
+                calls.eventSynchronize(events[1])
+                return float(calls.eventElapsedTime(*events)) / 1e3 / repeats
+
+            first = [seconds(candidate, 1) for candidate in range(plan.algorithms)]  # loads the algorithm's code, too
+            repeats = max(1, min(20, round(_SHORTEST / max(min(first), 1e-6))))
+            rounds = [[seconds(candidate, repeats) for candidate in range(plan.algorithms)] for _ in range(_ROUNDS)]
+        finally:
+            plan.choose(0)
+            for event in events:
+                calls.eventDestroy(event)
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+@cache
+def _where(device_index: int) -> str:
+    """What an answer holds for: this kind of device with this cuBLASLt."""
+    name = launch.runtime().getDeviceProperties(device_index)["name"]
+    return f"{name.decode() if isinstance(name, bytes) else name}, cuBLASLt {bindings().get_version()}"
+
+
+def _file(plan: Plan) -> Path:
+    text = f"{_where(plan.device)}, {plan.key}"
+    return settings.cache_dir() / "products" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _recall(plan: Plan) -> int | None:
+    """The kept answer, or None where there is none that fits."""
+    try:
+        kept = json.loads(_file(plan).read_text())
+        times, chosen = kept["seconds"], kept["chosen"]
+        fits = len(times) == plan.algorithms and isinstance(chosen, int) and 0 <= chosen < plan.algorithms
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return chosen if fits else None
+
+
+def _keep(plan: Plan, chosen: int, times: list[float]) -> None:
+    """Write the answer; a folder that cannot be written costs the next process its own timing, nothing else."""
+    path = _file(plan)
+    text = json.dumps({"where": _where(plan.device), "product": str(plan.key), "chosen": chosen, "seconds": times}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+        os.replace(temporary, path)
+    except OSError:
+        return

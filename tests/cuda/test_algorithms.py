@@ -1,0 +1,182 @@
+"""The fastest algorithm is found once, by timing, kept on disk, and never looked for in deterministic mode or while a graph is captured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit import arrays
+from fp8kit.arrays import Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import algorithms, cublaslt, launch
+from fp8kit.backends.cuda.cublaslt import MatmulKey
+from fp8kit.backends.policy import SelectionPolicy, policy_context
+from fp8kit.formats import bfloat16, float32
+from fp8kit.testing.compare import assert_close, sum_slack
+from fp8kit.testing.contract import get, poisoned, put, workspace
+
+GPU = Device("cuda", 0)
+KEY = MatmulKey(512, 512, 1024, "nt", bfloat16, bfloat16, float32, 1024, 1024, 512, timed=True)
+MILLISECONDS = (3.0, 1.0, 2.0)
+
+
+class _Driver:
+    """A runtime whose clock goes on by what the chosen algorithm takes."""
+
+    CUDARuntimeError = RuntimeError
+
+    def __init__(self) -> None:
+        self.now, self.marks, self.capturing = 0.0, {}, False
+        self.alive = 0
+
+    def eventCreate(self) -> int:
+        self.alive += 1
+        return self.alive
+
+    def eventDestroy(self, event: int) -> None:
+        self.alive -= 1
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        self.marks[event] = self.now
+
+    def eventSynchronize(self, event: int) -> None:
+        assert event in self.marks
+
+    def eventElapsedTime(self, start: int, end: int) -> float:
+        return float(self.marks[end] - self.marks[start])
+
+    def memsetAsync(self, *arguments: int) -> None:
+        pass
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        return self.capturing
+
+    def getDeviceProperties(self, index: int) -> dict[str, bytes]:
+        return {"name": b"Some GPU"}
+
+
+class _Plan:
+    """A plan with three algorithms."""
+
+    def __init__(self, key: MatmulKey = KEY, algorithms: int = len(MILLISECONDS)) -> None:
+        self.key, self.algorithms, self.device, self.chosen, self.settled = key, algorithms, 0, 0, False
+
+    def choose(self, index: int) -> None:
+        self.chosen = index
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> _Driver:
+    fake = _Driver()
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(launch, "runtime", lambda: fake)
+    monkeypatch.setattr(launch, "current_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(algorithms, "provider", types.SimpleNamespace(alloc=lambda size, device: (4096, object())))
+    monkeypatch.setattr(algorithms, "bindings", lambda: types.SimpleNamespace(get_version=lambda: 130100))
+    algorithms._where.cache_clear()
+    return fake
+
+
+def product(plan: _Plan, driver: _Driver, to: list[int]) -> Any:
+    def run(out: int) -> None:
+        to.append(out)
+        driver.now += MILLISECONDS[plan.chosen]
+
+    return run
+
+
+def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
+    plan, to = _Plan(), []
+    algorithms.settle(plan, product(plan, driver, to), 7)
+    assert plan.settled
+    assert plan.chosen == 1
+    assert set(to) == {4096}  # never the caller's output
+    assert driver.alive == 0
+    (path,) = (tmp_path / "products").iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["chosen"] == 1
+    np.testing.assert_allclose(kept["seconds"], np.array(MILLISECONDS) / 1e3)
+    again = _Plan()
+    algorithms.settle(again, product(again, driver, calls := []), 7)
+    assert again.settled
+    assert (again.chosen, calls) == (1, [])  # another process would not time either
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"seconds": [1, 2], "chosen": 0}', '{"seconds": [1, 2, 3], "chosen": 3}', "[1]"])
+def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: Any, text: str) -> None:
+    plan = _Plan()
+    path = algorithms._file(plan)  # type: ignore[arg-type]
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    algorithms.settle(plan, product(plan, driver, []), 7)
+    assert plan.settled
+    assert plan.chosen == 1
+    assert json.loads(path.read_text())["chosen"] == 1
+
+
+def test_what_is_captured_is_not_timed(driver: _Driver) -> None:
+    plan, driver.capturing = _Plan(), True
+    algorithms.settle(plan, product(plan, driver, to := []), 7)
+    assert not plan.settled
+    assert (plan.chosen, to) == (0, [])
+    driver.capturing = False
+    algorithms.settle(plan, product(plan, driver, to), 7)
+    assert plan.settled
+    assert plan.chosen == 1
+
+
+def test_small_products_and_single_candidates_are_not_timed(driver: _Driver) -> None:
+    for plan in (_Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)), _Plan(algorithms=1)):
+        algorithms.settle(plan, product(plan, driver, to := []), 7)
+        assert (plan.settled, plan.chosen, to) == (True, 0, [])
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp_path: Any) -> None:
+    (tmp_path / "products").write_text("a file")
+    plan = _Plan()
+    algorithms.settle(plan, product(plan, driver, []), 7)
+    assert plan.settled
+    assert plan.chosen == 1
+
+
+def test_deterministic_products_take_the_first() -> None:
+    manager = dispatch.get_default_manager()
+    for kernel in ("gemm", "fp8_gemm", "block_gemm"):
+        free, _ = manager.ranked(kernel, GPU, SelectionPolicy(), lambda: 90)
+        assert [impl.impl_id for impl in free] == [f"cuda.timed_{kernel}", f"cuda.{kernel}"]
+        order, left_out = manager.ranked(kernel, GPU, SelectionPolicy(deterministic=True), lambda: 90)
+        assert [impl.impl_id for impl in order] == [f"cuda.{kernel}"]
+        refused = dict(left_out)
+        why = next(why for impl, why in refused.items() if impl.impl_id == f"cuda.timed_{kernel}")
+        assert "deterministic" in why
+
+
+@pytest.mark.gpu
+def test_every_candidate_gives_the_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A product large enough to be timed, onto an output that is accumulated: once, not once a candidate."""
+    monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
+    generator = np.random.default_rng(3)
+    m, n, k = 512, 768, 1024
+    a, b, start = (generator.standard_normal(shape).astype(np.float32) for shape in ((m, k), (n, k), (m, n)))
+    want = a.astype(np.float64) @ b.astype(np.float64).T + start
+    slack = sum_slack(np.abs(a) @ np.abs(b).T + np.abs(start), k + 1)
+    with policy_context(SelectionPolicy(deterministic=False)):
+        kernels = dispatch.kernels(GPU)
+        views = [put(array, GPU) for array in (a, b)]
+        out = put(start, GPU)
+        room = workspace(kernels.gemm_workspace(), GPU)
+        kernels.gemm(*views, out, "nt", None, True, room, arrays.current_stream(GPU))
+        assert_close("timed product", get(out), want, float32, slack)
+        fresh = poisoned((m, n), float32, GPU)
+        kernels.gemm(*views, fresh, "nt", None, False, room, arrays.current_stream(GPU))
+        assert_close("into a fresh output", get(fresh), want - start, float32, slack)
+    answers = [json.loads(path.read_text()) for path in (tmp_path / "products").iterdir()]
+    assert len({kept["product"] for kept in answers}) == len(answers) == 2, "onto an output and into a fresh one: two problems"
+    for kept in answers:
+        assert kept["seconds"][kept["chosen"]] == min(kept["seconds"])
+    cublaslt.plan.cache_clear()
