@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,9 @@ def number(operation: str, name: str, value: Any, below: float = math.inf, kind:
     """A finite number in [least, below), or in (above, below)."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, _NO_NUMBER)
     try:
-        if real and math.isfinite(value) and value < below and (value >= least if above is None else value > above):
-            return float(value)
+        found = float(value) if real else math.nan  # a float16 would bring the limits into its own range
+        if math.isfinite(found) and found < below and (found >= least if above is None else found > above):
+            return found
     except OverflowError:  # an int that no float holds
         pass
     upper = "" if below == math.inf else f" and < {below:g}"
@@ -86,6 +87,34 @@ def path(operation: str, value: Any) -> str:
         if isinstance(text, str) and "\0" not in text and os.path.basename(text):
             return text
     raise CheckpointError(expected(operation, "path", shown(value), f"a path: {operation}(path, module)"))
+
+
+# --- rules: checks of arguments by their names -------------------------------------------------------------------------------
+
+Rule = Callable[[str, str, Any], Any]
+
+
+def check(operation: str, rules: Mapping[str, Rule], given: Mapping[str, Any]) -> None:
+    """Fp8kitError kinds for the arguments ``given`` by name that ``rules`` refuse; names without a rule are passed over."""
+    for name, value in given.items():
+        rule = rules.get(name)
+        if rule is not None:
+            rule(operation, name, value)
+
+
+def optional(rule: Rule) -> Rule:
+    """``rule``, or None."""
+    return lambda operation, name, value: None if value is None else rule(operation, name, value)
+
+
+def one(*words: str) -> Rule:
+    """One of some words."""
+    return lambda operation, name, value: choice(operation, name, value, words)
+
+
+def named(rule: Rule, names: str) -> dict[str, Rule]:
+    """``rule`` for each of the names."""
+    return dict.fromkeys(names.split(), rule)
 
 
 def shown(value: Any, most: int = 60) -> str:

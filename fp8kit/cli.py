@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
-from fp8kit.commands import FAILED, bench, device_of, folder, kernels, plugins, warmup
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fp8kit", description="FP8 transformer layers on NumPy and CuPy arrays.")
+    parser = Parser(prog="fp8kit", description="FP8 transformer layers on NumPy and CuPy arrays.")
     parser.add_argument("--version", action="version", version=f"fp8kit {fp8kit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -196,6 +196,8 @@ def dtype(value: object, operation: str = "dtype", argument: str = "value") -> D
     if name in DTYPES:
         return DTYPES[name]
     try:
+        if hasattr(value, "__array__") and not isinstance(value, type):  # an array is none, though NumPy may take its dtype
+            raise TypeError
         return _BY_NUMPY[np.dtype(value)]  # type: ignore[call-overload]
     except (TypeError, KeyError, ValueError, SyntaxError):
         raise FormatError(expected(operation, argument, shown(value), f"one of {', '.join(DTYPES)}")) from None

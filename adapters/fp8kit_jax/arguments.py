@@ -18,7 +18,9 @@ from fp8kit.ops.values import check_indices, check_sequences
 def as_array(operation: str, argument: str, value: Any) -> Any:
     """A JAX array, or what JAX makes one of, any shape and dtype. FormatError that names the argument for anything else."""
     try:
-        if not (value is None or isinstance(value, str | bytes)):
+        words = isinstance(value, tuple | list) and np.asarray(value).dtype.kind not in "biufcV"
+        key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        if not (value is None or words or key or isinstance(value, str | bytes)):
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
         pass
@@ -48,5 +50,9 @@ def _host(value: Any) -> ArrayView | None:
         return None
     if isinstance(value, jax.Array) and not (value.is_fully_addressable and all(d.platform == "cpu" for d in value.devices())):
         return None
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return None  # refused where it is made an array
     host = np.asarray(value)
+    if isinstance(value, tuple | list) and host.dtype.kind in "iu":  # what JAX makes of them
+        host = host.astype(np.int32)
     return as_view(host) if host.dtype.kind in "iu" else None

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8kit.arguments import choice, integer, shown
+from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ShapeError, expected
 from fp8kit.ops.attention import FORMATS, AttentionSpec, attention
+from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
 from fp8kit_jax.arguments import as_array, as_number, check_sums
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
@@ -51,7 +52,13 @@ def dot_product_attention(
     choice(op, "qkv_format", qkv_format, FORMATS)
     if window_size is not None and (not isinstance(window_size, tuple | list) or not all(isinstance(n, int) for n in window_size)):
         raise ShapeError(expected(op, "window_size", shown(window_size), "(left, right), each -1 (unbounded) or more, or None"))
-    max_seqlen_q, max_seqlen_kv = integer(op, "max_seqlen_q", max_seqlen_q, 0), integer(op, "max_seqlen_kv", max_seqlen_kv, 0)
+    choice(op, "attn_mask_type", attn_mask_type, MASKS)
+    choice(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
+    if attn_bias_type is not None:
+        choice(op, "attn_bias_type", attn_bias_type, BIASES)
+    bottom_right_diagonal = None if bottom_right_diagonal is None else flag(op, "bottom_right_diagonal", bottom_right_diagonal)
+    max_seqlen_q = integer(op, "max_seqlen_q", max_seqlen_q, 0, 2**31 - 1)
+    max_seqlen_kv = integer(op, "max_seqlen_kv", max_seqlen_kv, 0, 2**31 - 1)
     dims, (layout, names, packed) = 3 if qkv_format == "thd" else 4, LAYOUTS[len(layers)]
     if (value is not None and key is None) or any(
         a.ndim != dims + (count > 1) or (count > 1 and a.shape[-3] != count) for a, count in zip(layers, packed, strict=True)
@@ -88,6 +95,9 @@ def dot_product_attention(
 
 def running_sums(lengths: Any) -> Any:
     """int32 (b + 1,) running sums from the sequences' lengths, (b,): ``cu_seqlens``."""
+    lengths = as_array("running_sums", "lengths", lengths)
+    if lengths.ndim != 1 or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ShapeError(expected("running_sums", "lengths", f"{lengths.dtype} {lengths.shape}", "integers (sequences,)"))
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jax.lax.cumsum(jnp.asarray(lengths, jnp.int32))])
 
 

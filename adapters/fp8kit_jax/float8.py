@@ -63,7 +63,7 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     """
     x = as_array("quantize", "x", x)
     native = _native("quantize", format)
-    if rounding not in ("nearest", "stochastic") or (rounding == "stochastic") != (key is not None):
+    if not isinstance(rounding, str) or rounding not in ("nearest", "stochastic") or (rounding == "stochastic") != (key is not None):
         raise FormatError(expected("quantize", "rounding", repr(rounding), '"nearest", or "stochastic" with a key'))
     rows, columns = _matrix(x.shape)
     tile, grid = _tiling("quantize", scaling, rows, columns)
@@ -71,7 +71,12 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     for_inf = min(primitive.meta_of(x).dtype.max, formats.float32.max) if scaling.startswith("block") else formats.float32.max
     saturate = flag("quantize", "saturate", saturate)
     spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, scale is not None, rounding == "stochastic")
-    given = {} if scale is None else {"scale": as_array("quantize", "scale", scale).astype(jnp.float32).reshape(-1)}
+    given = {}
+    if scale is not None:
+        scales = as_array("quantize", "scale", scale)
+        if jnp.iscomplexobj(scales):
+            raise FormatError(expected("quantize", "scale", scales.dtype, "float32"))
+        given["scale"] = scales.astype(jnp.float32).reshape(-1)
     inputs = {"x": x, **given, **(rng_inputs(key) if key is not None else {})}
     out = apply(casts.quantize, spec, inputs, pairs=("rng",))
     return ScaledTensor(jax.lax.bitcast_convert_type(out["q"], native), out["scale_inv"].reshape(grid), format, scaling)
@@ -100,7 +105,7 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
     """
     _scaled("gemm", "a", a)
     _scaled("gemm", "b", b)
-    kind = formats.dtype(dtype, "gemm", "dtype")
+    kind, fast_accumulate = formats.dtype(dtype, "gemm", "dtype"), flag("gemm", "fast_accumulate", fast_accumulate)
     if len(b.shape) != 2 or not a.shape or a.shape[-1] != b.shape[1]:
         raise ShapeError(expected("gemm", "shapes", f"{a.shape}, {b.shape}", "(..., K), (N, K)"))
     if {a.format, b.format} - {E4M3, E5M2} or a.format == b.format == E5M2:

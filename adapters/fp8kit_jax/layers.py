@@ -62,6 +62,7 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     Returns y, h (..., N), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_dense"
+    return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
     x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
     found = settle(op, quantizer_set)
     _layout(op, kernel_layout)
@@ -93,6 +94,7 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     Returns y, h (..., H), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_mlp"
+    return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -141,7 +143,7 @@ def _beta(operation: str, norm_type: str, beta: Any) -> Any:
 
 
 def _layout(operation: str, layout: str) -> None:
-    if layout not in ("io", "oi"):
+    if not isinstance(layout, str) or layout not in ("io", "oi"):
         raise FormatError(expected(operation, "kernel_layout", repr(layout), '"io" or "oi"'))
 
 

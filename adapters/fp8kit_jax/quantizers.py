@@ -43,7 +43,7 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     recipe = recipe_in_force() if recipe is None else recipe
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(expected("create_set", "recipe", shown(recipe), "a Recipe or None"))
-    integer("create_set", "n_quantizer_sets", n_quantizer_sets, 1)
+    integer("create_set", "n_quantizer_sets", n_quantizer_sets, 1, 2**16)
 
     def one() -> QuantizerSet:
         if not isinstance(recipe, DelayedScaling):

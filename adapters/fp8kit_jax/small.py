@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8kit.arguments import flag, integer, number, shown
+from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.drop_path import DropPathSpec
 from fp8kit.ops.drop_path import drop_path as drop_path_operation
@@ -31,7 +32,7 @@ def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm"
     factor is 1 + gamma. Returns h like x.
     """
     x = as_array("layernorm", "x", x)
-    if norm_type == "rmsnorm" and beta is not None:
+    if isinstance(norm_type, str) and norm_type == "rmsnorm" and beta is not None:
         raise ShapeError(expected("layernorm", "beta", "an array", "None with rmsnorm"))
     spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma)
     return apply(norm, spec, {"x": x, "norm_weight": gamma, "norm_bias": beta})["y"]
@@ -62,6 +63,9 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     logits = as_array("softmax", "logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise FormatError(expected("softmax", "logits", logits.dtype.name, "float32, bfloat16 or float16"))
+    if logits.ndim < 1:
+        raise ShapeError(expected("softmax", "logits", "a scalar", "shape (..., classes)"))
+    scale_factor = as_number("softmax", "scale_factor", scale_factor, least=-float("inf"))
     mask = None if mask is None else as_array("softmax", "mask", mask)
     if mask is not None and not _broadcasts(mask.shape, logits.shape):
         raise ShapeError(expected("softmax", "mask", f"shape {mask.shape}", f"one that broadcasts to {logits.shape}"))
@@ -69,6 +73,7 @@ def softmax(logits: Any, mask: Any = None, scale_factor: float = 1.0) -> Any:
     scores = logits.astype(jnp.float32) * jnp.float32(scale_factor)
     if keep is None:
         return jax.nn.softmax(scores, -1).astype(logits.dtype)
+    keep = jnp.broadcast_to(keep, logits.shape)
     seen = keep.any(-1, keepdims=True)
     return jnp.where(seen, jax.nn.softmax(jnp.where(keep | ~seen, scores, -jnp.inf), -1), 0.0).astype(logits.dtype)
 
@@ -109,6 +114,7 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
     if x.ndim < 3:
         raise ShapeError(expected("rope", "x", f"shape {x.shape}", "(batch, sequence, heads, features), or (tokens, heads, features)"))
     heads, dim = x.shape[-2:]
+    choice("rope", "qkv_format", qkv_format, FORMATS)
     spec = RopeSpec(((heads, dim, "freqs"),), qkv_format, flag("rope", "interleaved", interleaved))
     check_sums("rope", {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}, "cu_seqlens", x.shape[0])
     inputs = {"x": x, "freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens,
@@ -118,7 +124,7 @@ def rope(x: Any, freqs: Any, start_positions: Any = None, cu_seqlens: Any = None
 
 def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleaved: bool = False) -> Any:
     """Angles for ``rope``, float32 (positions, dim): position * base^(-2 i / dim) for the i-th pair, in the order that ``rope`` takes."""
-    dim, positions = integer("rope_frequencies", "dim", dim, 2), integer("rope_frequencies", "positions", positions, 0)
+    dim, positions = integer("rope_frequencies", "dim", dim, 2, 2**20), integer("rope_frequencies", "positions", positions, 0, 2**31 - 1)
     base, interleaved = number("rope_frequencies", "base", base, above=0.0), flag("rope_frequencies", "interleaved", interleaved)
     if dim % 2:
         raise ShapeError(expected("rope_frequencies", "dim", dim, "an even number"))
@@ -137,7 +143,8 @@ def changed(x: Any, norm: Any, turn: Any, norm_first: bool) -> Any:
 
 def rng_words(key: Any) -> Any:
     """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset). FormatError for what is no key."""
-    if not hasattr(key, "dtype"):
+    wide = isinstance(key, jax.Array | np.ndarray)
+    if not wide or not (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype.kind in "iu" and key.size)):
         raise FormatError(expected("rng", "key", shown(key), "a JAX key"))
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
     flat = data.reshape(-1)[:4].astype(jnp.uint32)
@@ -170,6 +177,7 @@ def drop_path(x: Any, residual: Any, rate: float, key: Any, qkv_format: str = "b
     x, rate = as_array("drop_path", "x", x), as_number("drop_path", "rate", rate, above=0.0, below=1.0)
     if key is None or x.ndim < 1:
         raise ShapeError(expected("drop_path", "key, x", f"{key}, shape {x.shape}", "a JAX key and shape (..., features)"))
+    choice("drop_path", "qkv_format", qkv_format, FORMATS)
     spec = DropPathSpec(x.shape[-1], rate, qkv_format)
     check_sums("drop_path", {"cu_seqlens": cu_seqlens}, "cu_seqlens", x.shape[0])
     inputs = {"x": x, "residual": residual, "starts": cu_seqlens, **rng_inputs(key)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
 from fp8kit.layers import CONSTRUCTOR, FORWARD
+from fp8kit_torch.checks import shown, tensor
 from fp8kit_torch.plans import argument_of
 from fp8kit_torch.views import kind_of
 
@@ -27,15 +28,23 @@ def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -
 def only(operation: str, supported: Mapping[str, tuple[Any, Any]]) -> None:
     """NotImplementedError for arguments, name -> (value, what is supported), that have another value."""
     for name, (value, default) in supported.items():
-        if value is not default and value != default:
-            raise NotImplementedError(expected(operation, name, repr(value), f"{default!r}: nothing else is supported yet"))
+        alike = value is default or (isinstance(value, str | int | float | None) and value == default)
+        if not alike:
+            raise NotImplementedError(expected(operation, name, shown(value), f"{default!r}: nothing else is supported yet"))
 
 
 def positive(operation: str, **sizes: Any) -> None:
     """Fp8kitError for sizes that are not positive integers."""
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(expected(operation, name, repr(value), "an int of at least 1"))
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise ArgumentError(expected(operation, name, shown(value), "an int of at least 1"))
+
+
+def want_plain(operation: str, is_first_microbatch: Any, fp8_output: Any = False, fp8_grad: Any = False) -> None:
+    """ArgumentError for options of a layer's call that are no flags; nothing is called for those that are."""
+    for name, value in (("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
+        if value is not True and value is not False and (value is not None or name != "is_first_microbatch"):
+            raise ArgumentError(expected(operation, name, shown(value), "True or False"))
 
 
 def not_compiled(what: str) -> NotImplementedError:
@@ -53,19 +62,19 @@ def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
     """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
     x = tensors["x"]
     device, dtype = x.device, x.dtype
-    for name, tensor in tensors.items():
-        if tensor.device == device and tensor.dtype is dtype:
+    for name, given in tensors.items():
+        if given.device == device and given.dtype is dtype:
             continue
         argument = argument_of(operation, name, tuple(tensors))
-        if tensor.device != device:
-            raise BackendError(expected(operation, argument, f"device {tensor.device}", f"device {device}, as inp"))
-        raise FormatError(expected(operation, argument, kind_of(tensor.dtype).name, f"{kind_of(dtype).name}, as inp"))
+        if given.device != device:
+            raise BackendError(expected(operation, argument, f"device {given.device}", f"device {device}, as inp"))
+        raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
 
 
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
     """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``. Fp8kitError kinds otherwise."""
-    if not isinstance(value, torch.Tensor):
-        raise ArgumentError(expected(operation, argument, type(value).__name__, "a torch.Tensor"))
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        tensor(operation, argument, value)
     if value.ndim < 1 or value.shape[-1] != features:
         raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))
     if qkv_format is not None and value.ndim != len(qkv_format) - 1:
@@ -74,4 +83,5 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
     return value
 
 
-__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "not_compiled", "only", "positive", "refuse", "want_alike", "want_input"]
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "not_compiled", "only", "positive", "refuse", "want_alike", "want_input",
+           "want_plain"]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError, expected, on_behalf_of
 from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, pair_of, turning
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
-from fp8kit_torch.dot_product_attention import DotProductAttention, check_values, one_of
+from fp8kit_torch.checks import CONSTRUCTED, check
+from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, check_values, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
@@ -44,6 +45,7 @@ class MultiheadAttention(torch.nn.Module):
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
     """
 
+    @on_behalf_of("MultiheadAttention", eps="layernorm_epsilon")
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None, attention_dropout: float = 0.1,
                  layernorm_epsilon: float = 1e-5, init_method: Init | None = None, output_layer_init_method: Init | None = None,
                  layer_number: int | None = None, attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
@@ -55,8 +57,9 @@ class MultiheadAttention(torch.nn.Module):
                  name: str | None = None, softmax_type: str = "vanilla", qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6,
                  qk_norm_before_rope: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
                  **other: Any) -> None:
-        super().__init__()
         op = "MultiheadAttention"
+        check(op, CONSTRUCTED, locals())
+        super().__init__()
         refuse(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         positive(op, **{n: v for n, v in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)) if v is not None})
@@ -119,6 +122,8 @@ class MultiheadAttention(torch.nn.Module):
         """
         op = "MultiheadAttention"
         known_options(op, options)
+        if not torch.compiler.is_compiling():
+            check(op, CALLED, locals() | options)
         x = want_input(op, "hidden_states", hidden_states, self.proj.out_features, self.core_attention.qkv_format)
         bias = "add" if self.proj.use_bias and not self.return_bias else "none"
         options = options | {"attention_mask": attention_mask, "attn_mask_type": attn_mask_type, "window_size": window_size,

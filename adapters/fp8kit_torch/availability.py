@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from fp8kit import arrays
+from fp8kit.arguments import flag
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError
@@ -44,7 +45,7 @@ def _missing(kernels: tuple[str, ...], least: tuple[int, int]) -> str:
 
 
 def _answer(reason: str, return_reason: bool) -> Answer:
-    return (not reason, reason) if return_reason else not reason
+    return (not reason, reason) if flag("is_available", "return_reason", return_reason) else not reason
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.arguments import function
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.apply import run
 from fp8kit_torch.calibration import Amaxes, amax_of
+from fp8kit_torch.checks import module
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.texts import encode
 
@@ -117,6 +119,9 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     what it did. Convert before ``torch.compile``, DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would have to
     be replaced.
     """
+    module("convert", "model", model)
+    if filter_fn is not None:
+        function("convert", "filter_fn", filter_fn)
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
         raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: no layer can replace itself"))
     swapped: dict[nn.Module, nn.Module] = {}
@@ -135,6 +140,7 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
 def revert(model: nn.Module) -> nn.Module:
     """Put back in place every module that ``convert`` replaced, with the parameters that there are now; returns ``model``. FP8 state is
     dropped."""
+    module("revert", "model", model)
     for parent, name, child, _ in list(_children(model)):
         if isinstance(child, _Converted):
             parent._modules[name] = child.give_back()

@@ -7,7 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from fp8kit.errors import BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
+from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.functional import cross_entropy
 
 
@@ -34,6 +35,11 @@ def parallel_cross_entropy(
         inp = _input
     if inp is None or target is None:
         raise ShapeError(expected(op, "inp" if inp is None else "target", None, "a tensor"))
+    if not torch.compiler.is_compiling():
+        check(op, CALLED, locals())
+    known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+    if dist_process_group is not None and not isinstance(dist_process_group, known):
+        raise ArgumentError(expected(op, "dist_process_group", type(dist_process_group).__name__, "None or a group of one process"))
     if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) != 1:  # type: ignore[arg-type]
         size = torch.distributed.get_world_size(dist_process_group)  # type: ignore[arg-type]
         raise BackendError(expected(op, "dist_process_group", f"{size} processes", "None or a group of one process"))

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.kv_steps import cached_mask
 from fp8kit.layers import MISPLACED, alibi_slopes, layout_of, pair_of, want_padding
-from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
 from fp8kit.ops.values import check_sequences, check_sums
+from fp8kit_torch import checks
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, not_compiled, positive, refuse
+from fp8kit_torch.checks import CONSTRUCTED, MASK_ALIASES, channels, check, instance, optional
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.parameters import ParameterModule
@@ -26,7 +27,7 @@ from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import as_view, kind_of
 
-_ALIASES = ("padding,causal", "causal,padding")
+CALLED = checks.CALLED | {"inference_params": optional(instance(InferenceParams, "an fp8kit_torch.InferenceParams, or None"))}
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _STEP = 64  # lengths that are asked for are rounded up to multiples of this, so that plans are found again
 
@@ -65,28 +66,21 @@ class DotProductAttention(ParameterModule):
                  tp_size: int = 1, get_rng_state_tracker: Any = None, tp_group: Any = None, layer_number: int | None = None,
                  attention_type: str = "self", *, softmax_scale: float | None = None, softmax_type: str = "vanilla",
                  name: str | None = None, device: Any = None, **other: Any) -> None:
-        super().__init__()
         op = "DotProductAttention"
+        check(op, CONSTRUCTED, locals())
+        channels(op, "kv_channels", kv_channels)
+        super().__init__()
         refuse(op, CONSTRUCTOR[op], {"sequence_parallel": sequence_parallel, "tp_size": tp_size, "tp_group": tp_group,
                                      "get_rng_state_tracker": get_rng_state_tracker, **other})
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        channels, channels_v = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
-        positive(op, num_attention_heads=num_attention_heads, kv_channels=channels, num_gqa_groups=groups)
-        positive(op, kv_channels=channels_v)
         if num_attention_heads % groups:
             raise ArgumentError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
-        if softmax_scale is not None and not softmax_scale > 0:
-            raise ArgumentError(expected(op, "softmax_scale", softmax_scale, "a positive number or None"))
-        if not 0 <= attention_dropout < 1:
-            raise ArgumentError(expected(op, "attention_dropout", attention_dropout, "a probability in [0, 1)"))
         self.num_attention_heads, self.kv_channels, self.num_gqa_groups = num_attention_heads, kv_channels, groups
         self.attention_dropout, self.softmax_scale = float(attention_dropout), float(softmax_scale or 0.0)
-        self.qkv_format = one_of(op, "qkv_format", qkv_format, FORMATS)
-        self.attn_mask_type = one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
-        self.attention_type = one_of(op, "attention_type", attention_type, ("self", "cross"))
-        self.softmax_type = one_of(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+        self.attention_type, self.softmax_type = attention_type, softmax_type
         self.window_size, self.bottom_right_diagonal = _window(op, window_size), bottom_right_diagonal
-        self.layer_number, self.name = None if layer_number is None else integer(op, "layer_number", layer_number), name
+        self.layer_number, self.name = layer_number, name
         if self.softmax_type == "learnable":
             self.add_parameter("softmax_offset", (num_attention_heads,), torch.nn.init.zeros_, torch.float32, device)
 
@@ -123,6 +117,8 @@ class DotProductAttention(ParameterModule):
         """
         op = "DotProductAttention"
         refuse(op, FORWARD[op], other)
+        if not torch.compiler.is_compiling():
+            check(op, CALLED, locals())
         if checkpoint_core_attention:
             options = {
                 "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
@@ -135,7 +131,7 @@ class DotProductAttention(ParameterModule):
             }  # fmt: skip
             return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, **options)
         form = self.qkv_format if qkv_format is None else one_of(op, "qkv_format", qkv_format, FORMATS)
-        mask = self.attn_mask_type if attn_mask_type is None else one_of(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
+        mask = self.attn_mask_type if attn_mask_type is None else one_of(op, "attn_mask_type", attn_mask_type, MASKS + MASK_ALIASES)
         bias = one_of(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         if qkv_interleave_dim not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
@@ -196,7 +192,7 @@ class DotProductAttention(ParameterModule):
         """Fp8kitError for options of ``forward`` whose names or values are wrong by themselves: what a layer asks before its projections
         run."""
         op, mask, window = "DotProductAttention", options.get("attn_mask_type"), options.get("window_size")
-        mask = self.attn_mask_type if mask is None else one_of(op, "attn_mask_type", mask, MASKS + _ALIASES)
+        mask = self.attn_mask_type if mask is None else one_of(op, "attn_mask_type", mask, MASKS + MASK_ALIASES)
         if options.get("core_attention_bias_type") is not None:
             one_of(op, "core_attention_bias_type", options["core_attention_bias_type"], BIASES)
         if window is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit_torch.apply import run
+from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.specs import spec_for
 
@@ -17,6 +19,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", labe
     ``logits``: h (..., V); ``targets``: int32 or int64 (...,). ``reduction``: "mean" over the targets that are not ``ignore_index``, shape
     (1,), or "none", targets' shape. ``label_smoothing`` s mixes s / V into every class. Raises ShapeError or FormatError.
     """
+    if not torch.compiler.is_compiling():
+        check("cross_entropy", CALLED, locals())
     if logits.ndim == 0:
         raise ShapeError(expected("cross_entropy", "logits", "no dimension", "(..., classes)"))
     spec = spec_for("CrossEntropySpec", logits.shape[-1], reduction, float(label_smoothing), ignore_index)
@@ -25,6 +29,12 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", labe
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """table[ids]: int32 or int64 ids of any shape in [0, V), h (V, N); differentiable in table. An id out of range gives NaN."""
+    if not torch.compiler.is_compiling():
+        check("embedding", CALLED, locals())
+    if table.ndim != 2:
+        raise ShapeError(expected("embedding", "table", f"shape {tuple(table.shape)}", "(ids, features)"))
+    if table.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise FormatError(expected("embedding", "table", table.dtype, "float32, bfloat16 or float16"))
     spec = spec_for("EmbeddingSpec", *table.shape, str(table.dtype).removeprefix("torch."))
     return run("embedding", spec, {"ids": ids, "table": table})["y"]
 
@@ -34,6 +44,10 @@ def dropout_add(x: Tensor, residual: Tensor | None = None, bias: Tensor | None =
 
     ``p``: probability of dropping an element while ``training``, drawn from torch's generator. Raises ShapeError or FormatError.
     """
+    if not torch.compiler.is_compiling():
+        check("dropout_add", CALLED, locals())
+    if x.ndim == 0:
+        raise ShapeError(expected("dropout_add", "x", "no dimension", "(..., features)"))
     p = float(p) if training else 0.0
     inputs = {"x": x, "bias": bias, "residual": residual, "rng": next_rng(x.device) if p else None}
     return run("dropout_add", spec_for("DropoutAddSpec", x.shape[-1], p, True), inputs)["y"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,9 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
+from fp8kit.arguments import flag
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
+from fp8kit_torch.checks import OPTIMISED, check, tensor
 from fp8kit_torch.fused_optimizer import Entry, Fused
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view
@@ -56,6 +57,7 @@ class FusedAdam(Fused):
         store_param_remainders: bool = False, set_grad_none: bool | None = None,
     ) -> None:
         name = "FusedAdam"
+        check(name, OPTIMISED, locals())
         if amsgrad:
             raise ArgumentError(expected(name, "amsgrad", amsgrad, "False: the variant is not supported"))
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
@@ -64,12 +66,6 @@ class FusedAdam(Fused):
                 raise FormatError(expected(name, f"{key}'s dtype", self.dtypes[key], f"one of {', '.join(map(str, choice))}"))
         if capturable and (set(self.dtypes.values()) != {torch.float32} or store_param_remainders):
             raise FormatError(expected(name, "capturable", "states that are not float32", "float32 states, no remainders"))
-        limits = (("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf), *(("betas", beta, 1) for beta in betas))
-        for key, value, below in limits:
-            if not 0 <= value < below:
-                raise ArgumentError(expected(name, key, value, f"in [0, {below})"))
-        if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:
-            raise ArgumentError(expected(name, "lr", lr, "a finite number >= 0"))
         self.adam_w_mode, self.capturable, self.master_weights = bool(adam_w_mode), bool(capturable), bool(master_weights)
         self.use_decoupled_grad = bool(use_decoupled_grad)
         self.grad_name = "decoupled_grad" if use_decoupled_grad else "grad"
@@ -99,8 +95,18 @@ class FusedAdam(Fused):
         narrow = param.dtype is not torch.float32 or isinstance(param, QuantizedTensor)
         return ("exp_avg", "exp_avg_sq") + (("master_param",) if self.master_weights and narrow else ())
 
+    def _known(self, method: str, param: Any, state_name: Any = "exp_avg") -> None:
+        """ArgumentError for what is no parameter of a group, and no name of a state."""
+        if not any(param is one for group in self.param_groups for one in group["params"]):
+            raise ArgumentError(expected(f"FusedAdam.{method}", "param", type(param).__name__, "a parameter of this optimizer"))
+        if not isinstance(state_name, str) or state_name not in self._names(param):
+            wanted = f"one of {', '.join(self._names(param))}"
+            raise ArgumentError(expected(f"FusedAdam.{method}", "state_name", repr(state_name)[:60], wanted))
+
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Make the parameter's states: zeros, and a master of its value; ``store_param_remainders`` is as the constructor's."""
+        self._known("initialize_state", param)
+        store_param_remainders = flag("FusedAdam.initialize_state", "store_param_remainders", store_param_remainders)
         if store_param_remainders and not self.store_param_remainders:
             raise ArgumentError(expected("FusedAdam.initialize_state", "store_param_remainders", True, "as in the constructor"))
         for name in self._names(param):
@@ -113,6 +119,10 @@ class FusedAdam(Fused):
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's float32 values; int16 for a master kept as remainders. ``state_name``: "exp_avg", "exp_avg_sq" or "master_param"."""
+        self._known("get_unscaled_state", param, state_name)
+        if state_name not in self.state[param]:
+            wanted = f"one of {', '.join(self.state[param]) or 'none yet: initialize_state'}"
+            raise ArgumentError(expected("FusedAdam.get_unscaled_state", "state_name", repr(state_name), wanted))
         state = self.state[param][state_name]
         if state.dtype in (torch.float32, torch.int16):
             return state
@@ -120,6 +130,8 @@ class FusedAdam(Fused):
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Keep float32 values (int16 for remainders) as the state, in the dtype that the constructor was told."""
+        self._known("set_scaled_state", param, state_name)
+        tensor("FusedAdam.set_scaled_state", "unscaled_state", unscaled_state)
         state, dtype = self.state[param], torch.int16 if self._remainder(param, state_name) else self.dtypes[state_name]
         if unscaled_state.dtype != (torch.int16 if dtype is torch.int16 else torch.float32) or unscaled_state.shape != param.shape:
             got = f"{unscaled_state.dtype} {tuple(unscaled_state.shape)}"
@@ -227,6 +239,7 @@ class FusedAdam(Fused):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with states kept in the dtypes that the constructor was told, not in the parameters'. In ``capturable`` mode
         learning rate and t are written into the tensors that a captured graph reads."""
+        self.check_state_dict(state_dict, {"exp_avg", "exp_avg_sq", "master_param"})
         held = [(group.get("lr"), group.get("step")) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, (lr, step) in zip(self.param_groups, held, strict=True):

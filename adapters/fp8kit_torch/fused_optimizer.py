@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.arguments import listed
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
+from fp8kit_torch.checks import OPTIMISED, check, shown
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contiguous gradient
@@ -23,6 +25,13 @@ class Fused(torch.optim.Optimizer):
     _own = ("grad_name", "set_grad_none")  # attributes that a copy or a pickle has beside torch's own
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool | None) -> None:
+        check(type(self).__name__, OPTIMISED, {**defaults, "set_grad_none": set_grad_none})
+        wanted = "parameters, (name, parameter)s, or groups of them"
+        if isinstance(params, Tensor):
+            raise ArgumentError(expected(type(self).__name__, "params", shown(params), wanted))
+        params = listed(type(self).__name__, "params", params, wanted)
+        if not params:
+            raise ArgumentError(expected(type(self).__name__, "params", "none", wanted))
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(f"{type(self).__name__}: set_grad_none is deprecated, use zero_grad(set_to_none)", DeprecationWarning, 3)
@@ -30,19 +39,53 @@ class Fused(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; FormatError for parameters that are not float32, bfloat16 or float16, ShapeError for strided ones."""
-        super().add_param_group(param_group)
         name = type(self).__name__
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise ArgumentError(expected(name, "params", shown(param_group), "parameters, or groups, dicts with their params"))
+        check(name, OPTIMISED, param_group)
+        before = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+            self._check_group(name)
+        except (TypeError, ValueError, AttributeError) as error:
+            del self.param_groups[before:]
+            if isinstance(error, Fp8kitError):
+                raise
+            raise ArgumentError(expected(name, "params", shown(param_group["params"]), f"parameters ({error})")) from None
+
+    def _check_group(self, name: str) -> None:
         for param in self.param_groups[-1]["params"]:
             if param.dtype not in _FLOATS:
                 raise FormatError(expected(name, "params", param.dtype, "float32, bfloat16 or float16"))
             if not stored.local(param.detach()).is_contiguous():
                 raise ShapeError(expected(name, "params", f"strides {param.stride()}", "contiguous parameters"))
 
+    def check_state_dict(self, state_dict: Any, states: set[str]) -> None:
+        """CheckpointError for what is no state of this optimizer with its groups, whose tensors by the names ``states`` have the shapes of
+        their parameters: before anything is taken over."""
+        op = f"{type(self).__name__}.load_state_dict"
+        parts = [state_dict.get(name) for name in ("state", "param_groups")] if isinstance(state_dict, Mapping) else [None, None]
+        groups = parts[1] if isinstance(parts[1], list | tuple) else []
+        held = [len(group["params"]) if isinstance(group, Mapping) and isinstance(group.get("params"), list) else -1 for group in groups]
+        wanted = [len(group["params"]) for group in self.param_groups]
+        if not isinstance(parts[0], Mapping) or held != wanted:
+            got = f"groups of {held} parameters" if groups else shown(state_dict)
+            raise CheckpointError(expected(op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters"))
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param, index in zip(params, [index for group in groups for index in group["params"]], strict=True):
+            state = parts[0].get(index, {})
+            for name, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
+                right = isinstance(value, Tensor) and value.shape == param.shape
+                if not isinstance(state, Mapping) or (name in states and value is not None and not right):
+                    wanted_shape = f"a tensor of shape {tuple(param.shape)}"
+                    raise CheckpointError(expected(op, f"state[{index!r}][{name!r}]", shown(value), wanted_shape))
+
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self._own}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
         """Drop all gradients, or write zeros over them with ``set_to_none=False``. Fp8kitError where ``set_grad_none`` said otherwise."""
+        check(f"{type(self).__name__}.zero_grad", {"set_to_none": OPTIMISED["set_grad_none"]}, {"set_to_none": set_to_none})
         if self.set_grad_none is not None:
             if set_to_none not in (None, self.set_grad_none):
                 wanted = f"{self.set_grad_none}, as set_grad_none"

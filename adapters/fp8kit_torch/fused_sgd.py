@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,9 +9,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
+from fp8kit.arguments import number
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, expected
 from fp8kit_torch import optimizer_state as stored
+from fp8kit_torch.checks import OPTIMISED, check
 from fp8kit_torch.fused_optimizer import Entry, Fused
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.views import as_view
@@ -40,9 +41,7 @@ class FusedSGD(Fused):
         nesterov: bool = False, *, wd_after_momentum: bool = False, materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        for key, value in (("lr", lr), ("momentum", momentum), ("dampening", dampening), ("weight_decay", weight_decay)):
-            if value is None or not 0 <= value < math.inf:
-                raise ArgumentError(expected("FusedSGD", key, value, "a finite number >= 0"))
+        check("FusedSGD", OPTIMISED | {"lr": number}, locals())
         if nesterov and (momentum == 0 or dampening != 0):
             raise ArgumentError(expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening"))
         if not materialize_master_grads:
@@ -97,6 +96,7 @@ class FusedSGD(Fused):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with momentum kept in float32, not in the parameters' dtype."""
+        self.check_state_dict(state_dict, {"momentum_buffer"})
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]

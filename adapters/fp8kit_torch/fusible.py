@@ -16,7 +16,8 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, expected
 from fp8kit_torch import linear, norm
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import only, positive, refuse
+from fp8kit_torch.arguments import only, positive, refuse, want_input
+from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.functional import dropout_add
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
@@ -43,6 +44,7 @@ class Linear(linear.Linear):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None,
                  accumulate_into_main_grad: bool = False, **other: Any) -> None:
+        check("ops.Linear", CONSTRUCTED, locals())
         refuse("ops.Linear", _PARALLEL, other)
         super().__init__(in_features, out_features, bias=bias, device=device, params_dtype=dtype, init_method=_start,
                          fuse_wgrad_accumulation=accumulate_into_main_grad)
@@ -62,6 +64,7 @@ class Bias(ParameterModule):
 
     def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None, tensor_parallel: bool = False,
                  tensor_parallel_group: Any = None) -> None:
+        check("ops.Bias", CONSTRUCTED, locals())
         only("ops.Bias", {"tensor_parallel": (tensor_parallel, False), "tensor_parallel_group": (tensor_parallel_group, None)})
         positive("ops.Bias", size=size)
         super().__init__()
@@ -69,6 +72,7 @@ class Bias(ParameterModule):
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., size); so is the result."""
+        inp = want_input("ops.Bias", "inp", inp, self.bias.shape[0])
         return run("add", spec_for("AddSpec"), {"a": inp, "b": self.bias.to(inp.dtype)})["y"]
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import ArgumentError, BackendError, RecipeError, expected
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit_torch.arguments import only
 from fp8kit_torch.autocast import autocast
+from fp8kit_torch.checks import check, named, optional
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.state import ScalingState, finish_backward, held
 
@@ -47,6 +49,8 @@ def make_graphed_callables(
     afterwards: a graph reads memory by address. BackendError without a CUDA device.
     """
     op = "make_graphed_callables"
+    check(op, {**named(optional(flag), "fp8_enabled fp8_calibrating enabled calibrating fp8_weight_caching cache_quantized_params"),
+               "num_warmup_iters": integer, "allow_unused_input": flag}, locals())
     neutral = {"sample_kwargs": (sample_kwargs, None), "amax_reduction_group": (amax_reduction_group, None), "fp8_group": (fp8_group, None),
                "cache_quantized_params": (bool(cache_quantized_params), False), "fp8_weight_caching": (bool(fp8_weight_caching), False)}
     only(op, neutral | {name: (value, _OTHER.get(name, _UNKNOWN)) for name, value in other.items()})

@@ -20,6 +20,7 @@ from fp8kit_torch.apply import NO_STATE, Fused, Wiring, apply, trace
 from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_input
 from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.calibration import Amaxes, amax_of, row_of
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.ops import record_
 from fp8kit_torch.parameters import Init, normal_init
@@ -57,6 +58,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return_bias: bool = False, params_dtype: torch.dtype | None = None, device: Any = None, fuse_wgrad_accumulation: bool = False,
         name: str | None = None, **other: Any,
     ) -> None:
+        check("GroupedLinear", CONSTRUCTED, locals())
         arguments.positive("GroupedLinear", num_gemms=num_gemms, in_features=in_features, out_features=out_features)
         arguments.refuse("GroupedLinear", _CONSTRUCTOR, other)
         super().__init__()
@@ -87,6 +89,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not those of ``m_splits``.
         """
         arguments.refuse("GroupedLinear", _FORWARD, other)
+        if not torch.compiler.is_compiling():
+            check("GroupedLinear", CALLED, locals())
         x, splits = want_input("GroupedLinear", "inp", inp, self.in_features), [int(rows) for rows in m_splits]
         rows = x.reshape(-1, self.in_features)
         if len(splits) != self.num_gemms or min(splits) < 0 or sum(splits) != rows.shape[0]:

@@ -14,8 +14,9 @@ from fp8kit.errors import ArgumentError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.kv_steps import Steps
 from fp8kit_torch.calibration import stream_of
+from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.parameters import placed
-from fp8kit_torch.views import as_view, dtype_of, kind_of
+from fp8kit_torch.views import as_view, dtype_of
 
 
 class InferenceParams(Steps):
@@ -50,9 +51,10 @@ class InferenceParams(Steps):
                  dtype: torch.dtype | None = None, head_dim_v: int | None = None, is_paged: bool = False,
                  total_num_pages: int | None = None, page_size: int | None = None, max_ctx_len: int | None = None,
                  qkv_format: str = "bshd", custom_cache_manager: object = None, *, device: Any = None) -> None:
+        check("InferenceParams", CONSTRUCTED, locals())
         self.device = placed("InferenceParams", device)
-        kind = None if dtype is None else kind_of(dtype)
-        if kind is not None and kind not in HIGH_PRECISION:
+        kind = next((kind for kind in HIGH_PRECISION if dtype_of(kind) is dtype), None)
+        if dtype is not None and kind is None:
             names = ", ".join(known.name for known in HIGH_PRECISION)
             raise ArgumentError(expected("InferenceParams", "dtype", dtype, f"one of {names}"))
         super().__init__(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, kind, head_dim_v, is_paged, total_num_pages,

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import integer, listed, shown
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
-from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, only, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, amaxes_of
+from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
 from fp8kit_torch.parameters import Init, normal_init
 
@@ -27,8 +29,14 @@ def split_sizes(operation: str, out_features: int, parameters_split: Any) -> dic
     if isinstance(parameters_split, Mapping):
         sizes = dict(parameters_split)
     else:
-        names = tuple(parameters_split)
+        if isinstance(parameters_split, torch.Tensor):
+            raise ArgumentError(expected(operation, "parameters_split", "a tensor", "names, or names -> sizes"))
+        names = tuple(listed(operation, "parameters_split", parameters_split, "names, or names -> sizes"))
         sizes = {name: out_features // max(len(names), 1) for name in names}
+    for name, size in sizes.items():
+        if not isinstance(name, str):
+            raise ArgumentError(expected(operation, "parameters_split", shown(parameters_split), "names, or names -> sizes"))
+        integer(operation, f"parameters_split[{name!r}]", size, 1)
     named = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
     if not named or len(named) != len(sizes) or sum(named.values()) != out_features or min(named.values()) < 1:
         wanted = f"different names whose sizes sum to {out_features}"
@@ -98,6 +106,7 @@ class Linear(LinearBase):
                  init_method: Init | None = None, bias: bool = True, return_bias: bool = False, params_dtype: torch.dtype | None = None,
                  parallel_mode: str | None = None, parameters_split: Any = None, device: Any = None, *, name: str | None = None,
                  **other: Any) -> None:
+        check("Linear", CONSTRUCTED, locals())
         super().__init__()
         refuse("Linear", CONSTRUCTOR["Linear"], {
             "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
@@ -121,6 +130,7 @@ class Linear(LinearBase):
         Returns h (..., N), with ``return_bias`` also the bias.
         """
         x = want_input("Linear", "inp", inp, self.in_features)
+        want_plain("Linear", is_first_microbatch, fp8_output, fp8_grad)
         y = self.branch(x, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)
         return (y, self.bias) if self.return_bias else y
 

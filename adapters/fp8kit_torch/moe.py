@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
+from fp8kit_torch.checks import CALLED, check, shown
+
+_UNPERMUTED = CALLED | {"probs": CALLED["merging_probs"]}
 
 
 def moe_permute(
@@ -30,6 +33,8 @@ def moe_permute(
 
     Raises ShapeError and FormatError.
     """
+    if not torch.compiler.is_compiling():
+        check("moe_permute", CALLED, locals())
     _check("moe_permute", inp, routing_map)
     if map_type == "mask":
         row_id_map = _map_of_mask("moe_permute", routing_map, num_out_tokens)
@@ -45,6 +50,8 @@ def moe_permute_with_probs(inp: Tensor, probs: Tensor, routing_map: Tensor, num_
 
     ``probs``: floating (tokens, experts); the second result is of its dtype, (num_out_tokens,), 0 in rows that no token fills.
     """
+    if not torch.compiler.is_compiling():
+        check("moe_permute_with_probs", CALLED, locals())
     _check("moe_permute_with_probs", inp, routing_map, probs)
     row_id_map = _map_of_mask("moe_permute_with_probs", routing_map, num_out_tokens)
     return _Permute.apply(inp, row_id_map), _weights(probs, row_id_map), row_id_map
@@ -59,6 +66,8 @@ def moe_permute_and_pad_with_probs(
     ``tokens_per_expert``: integer (experts,), the mask's column sums; it is read on the host. ``row_id_map`` does not know of the padding:
     ``moe_unpermute`` takes it together with ``pad_offsets``, int64 (experts,), the rows of padding before each expert.
     """
+    if not torch.compiler.is_compiling():
+        check("moe_permute_and_pad_with_probs", CALLED, locals())
     _check("moe_permute_and_pad_with_probs", inp, routing_map, probs)
     if tokens_per_expert.shape != routing_map.shape[1:]:
         got = tuple(tokens_per_expert.shape)
@@ -89,6 +98,8 @@ def moe_unpermute(
     Raises ShapeError and FormatError.
     """
     op = "moe_unpermute"
+    if not torch.compiler.is_compiling():
+        check(op, _UNPERMUTED, locals())
     if map_type not in ("mask", "index"):
         raise FormatError(expected(op, "map_type", repr(map_type), '"mask" or "index"'))
     if probs is not None:
@@ -98,15 +109,30 @@ def moe_unpermute(
         merging_probs = probs
     if inp.ndim != 2 or not inp.is_floating_point():
         raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (rows, hidden)"))
+    for name, t in (("row_id_map", row_id_map), ("merging_probs", merging_probs), ("pad_offsets", pad_offsets)):
+        if t is not None and t.device != inp.device:
+            raise BackendError(expected(op, name, f"device {t.device}", f"device {inp.device}, as inp"))
     if row_id_map.ndim != 2 or row_id_map.shape[1:] != (2,) or row_id_map.dtype != torch.int32:
         got = f"{row_id_map.dtype} {tuple(row_id_map.shape)}"
         raise ShapeError(expected(op, "row_id_map", got, "what moe_permute returned, int32 (rows, 2)"))
+    if merging_probs is not None and (merging_probs.ndim != 2 or not merging_probs.is_floating_point()):
+        got = f"{merging_probs.dtype} {tuple(merging_probs.shape)}"
+        raise ShapeError(expected(op, "merging_probs", got, "floating (tokens, experts or topk)"))
     if pad_offsets is not None:
+        if pad_offsets.ndim != 1 or pad_offsets.dtype is not torch.int64 or (merging_probs is not None and map_type == "mask"
+                                                                            and pad_offsets.numel() != merging_probs.size(1)):
+            got = f"{pad_offsets.dtype} {tuple(pad_offsets.shape)}"
+            raise ShapeError(expected(op, "pad_offsets", got, "what moe_permute_and_pad_with_probs returned, int64 (experts,)"))
+        if inp.size(0) < row_id_map.size(0) or (inp.device.type == "cpu" and pad_offsets.numel()
+                                                and int(pad_offsets.max()) + row_id_map.size(0) > inp.size(0)):
+            raise ShapeError(expected(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map, and their padding"))
         row_id_map = _padded(row_id_map, pad_offsets, inp.size(0))
     if row_id_map.size(0) != inp.size(0):
         raise ShapeError(expected(op, "inp", f"{inp.size(0)} rows", f"{row_id_map.size(0)}, as in row_id_map"))
     tokens = inp.size(0) if merging_probs is None else merging_probs.size(0)
     if restore_shape is not None:
+        if not isinstance(restore_shape, tuple | list) or not all(type(n) is int and n >= 0 for n in restore_shape):
+            raise ArgumentError(expected(op, "restore_shape", shown(restore_shape), f"(tokens, {inp.size(1)})"))
         if len(restore_shape) != 2 or restore_shape[1] != inp.size(1) or (merging_probs is not None and restore_shape[0] != tokens):
             raise ShapeError(expected(op, "restore_shape", tuple(restore_shape), f"(tokens, {inp.size(1)}), tokens as in merging_probs"))
         tokens = restore_shape[0]
@@ -118,6 +144,8 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 
     ``inp``: (rows, hidden); ``split_sizes``: integer (chunks,), adding up to rows; ``sorted_index``: integer (chunks,), a permutation.
     """
+    if not torch.compiler.is_compiling():
+        check("moe_sort_chunks_by_index", CALLED, locals())
     return inp.index_select(0, _chunk_rows("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))
 
 
@@ -125,6 +153,8 @@ def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``moe_sort_chunks_by_index`` of ``inp`` and of ``probs``, floating (rows,)."""
+    if not torch.compiler.is_compiling():
+        check("moe_sort_chunks_by_index_with_probs", CALLED, locals())
     rows = _chunk_rows("moe_sort_chunks_by_index_with_probs", inp, split_sizes, sorted_index)
     if probs.shape[:1] != inp.shape[:1]:
         raise ShapeError(expected("moe_sort_chunks_by_index_with_probs", "probs", tuple(probs.shape), f"({inp.size(0)},)"))
@@ -137,7 +167,7 @@ def moe_sort_chunks_by_index_with_probs(
 def _check(op: str, inp: Tensor, routing_map: Tensor, probs: Tensor | None = None) -> None:
     if inp.ndim != 2 or not inp.is_floating_point():
         raise ShapeError(expected(op, "inp", f"{inp.dtype} {tuple(inp.shape)}", "floating (tokens, hidden)"))
-    if routing_map.ndim != 2 or routing_map.size(0) != inp.size(0) or routing_map.is_floating_point():
+    if routing_map.ndim != 2 or routing_map.size(0) != inp.size(0) or routing_map.is_floating_point() or routing_map.is_complex():
         got = f"{routing_map.dtype} {tuple(routing_map.shape)}"
         raise ShapeError(expected(op, "routing_map", got, f"bool or integer ({inp.size(0)}, experts or topk)"))
     if probs is not None and (probs.shape != routing_map.shape or not probs.is_floating_point()):
@@ -185,6 +215,11 @@ def _padded(row_id_map: Tensor, pad_offsets: Tensor, rows: int) -> Tensor:
 
 def _chunk_rows(op: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """The row of ``inp`` that each row of the result is."""
+    if inp.ndim != 2:
+        raise ShapeError(expected(op, "inp", f"shape {tuple(inp.shape)}", "(rows, features)"))
+    for name, t in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
+        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool or t.is_meta:
+            raise FormatError(expected(op, name, f"{t.dtype} on {t.device}", "integers with values"))
     if split_sizes.ndim != 1 or sorted_index.shape != split_sizes.shape:
         wanted = f"(chunks,), as split_sizes' {tuple(split_sizes.shape)}"
         raise ShapeError(expected(op, "sorted_index", tuple(sorted_index.shape), wanted))

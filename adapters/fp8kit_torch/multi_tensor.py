@@ -7,15 +7,19 @@ device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8kit import arrays
+from fp8kit.arguments import flag, function, integer, number
 from fp8kit.backends import dispatch
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
 from fp8kit_torch.views import as_view
 
 Lists = Sequence[Sequence[Tensor]]
@@ -28,18 +32,49 @@ class MultiTensorApply:
     available = True
 
     def __init__(self, chunk_size: int) -> None:
-        self.chunk_size = chunk_size
+        self.chunk_size = integer("MultiTensorApply", "chunk_size", chunk_size, 1)
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
+        function("multi_tensor_applier", "op", op)
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
+def _flag(operation: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.layout is not torch.strided or value.is_complex() or value.is_meta:
+        raise ArgumentError(expected(operation, name, shown(value), "a tensor (1,) on the device"))
+
+
+def _step(operation: str, name: str, value: Any) -> None:
+    _flag(operation, name, value) if isinstance(value, Tensor) else integer(operation, name, value, 1, 2**63 - 1)
+
+
+def _rate(operation: str, name: str, value: Any) -> None:
+    _flag(operation, name, value) if isinstance(value, Tensor) else number(operation, name, value)
+
+
+def _factor(operation: str, name: str, value: Any) -> None:
+    _flag(operation, name, value) if isinstance(value, Tensor) else number(operation, name, value, least=-math.inf)
+
+
+_RULES: dict[str, Rule] = {
+    **named(number, "epsilon weight_decay momentum dampening"), **named(probability, "beta1 beta2"),
+    **named(flag, "bias_correction mode per_tensor nesterov first_run wd_after_momentum"),
+    "noop_flag": _flag, "inv_scale": optional(_flag), "lr": _rate, "step": _step, "scale": _factor, "op": function,
+}  # fmt: skip
+
+
 def _lists(operation: str, lists: Lists, counts: tuple[int, ...]) -> list[list[Tensor]]:
-    """The lists; ShapeError where there are not ``counts`` of them, or they are not alike."""
+    """The lists; ShapeError where there are not ``counts`` of them, or they are not alike, FormatError where they are not floating."""
+    wanted = f"{' or '.join(map(str, counts))} lists of floating tensors"
+    if not isinstance(lists, list | tuple) or not all(isinstance(one, list | tuple) for one in lists):
+        raise ArgumentError(expected(operation, "tensor_lists", shown(lists), wanted))
     found = [list(one) for one in lists]
+    for t in (t for one in found for t in one):
+        if not isinstance(t, Tensor) or t.layout is not torch.strided or not t.is_floating_point() or t.is_meta:
+            raise FormatError(expected(operation, "tensor_lists", shown(t), wanted))
     if len(found) not in counts or len({len(one) for one in found}) > 1:
         got, wanted = f"{len(found)} lists of {[len(one) for one in found]} tensors", " or ".join(map(str, counts))
         raise ShapeError(expected(operation, "tensor_lists", got, f"{wanted} lists of as many tensors each"))
@@ -53,13 +88,14 @@ def _lists(operation: str, lists: Lists, counts: tuple[int, ...]) -> list[list[T
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor) -> None:
     """out = in * scale, in float32, of lists (in, out); ``scale``: a number, or float32 (1,). ``noop_flag`` becomes 1 where an element of
     in is Inf or NaN."""
+    check("multi_tensor_scale", _RULES, locals())
     sources, results = _lists("multi_tensor_scale", tensor_lists, (2,))
     if not sources:
         return
     wide = [t if t.dtype is torch.float32 else t.float() for t in sources]
     largest = torch.stack(torch._foreach_norm(wide, float("inf")))  # Inf or NaN where an element is one
     noop_flag.copy_(torch.where(largest.isfinite().all().to(noop_flag.device), noop_flag, torch.ones_like(noop_flag)))
-    factor = scale.reshape(()) if isinstance(scale, Tensor) else scale
+    factor = scale.reshape(()) if isinstance(scale, Tensor) else float(scale)
     torch._foreach_copy_(results, torch._foreach_mul(wide, factor))
 
 
@@ -69,6 +105,7 @@ multi_tensor_scale_tensor = multi_tensor_scale
 @torch.no_grad()
 def multi_tensor_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """(sqrt of the sum of all squares, float32 (1,); that of each tensor, float32 (tensors,), or (0,) without ``per_tensor``)."""
+    check("multi_tensor_l2norm", _RULES, locals())
     (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,))
     norms = torch.zeros(0, dtype=torch.float32, device=noop_flag.device)
     if tensors:
@@ -79,6 +116,7 @@ def multi_tensor_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists,
 def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor,
                                 per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm`` of the tensors times ``inv_scale``, float32 (1,), which they are not multiplied by."""
+    check("multi_tensor_unscale_l2norm", _RULES | {"inv_scale": _flag}, locals())
     whole, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     factor = inv_scale.reshape(1).abs()
     return whole * factor, each * factor
@@ -93,6 +131,7 @@ def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, l
     ``mode``: 0, weight decay is added to the gradient (L2 regularisation); 1, it is decoupled (AdamW). ``bias_correction``: 0, without it.
     See ``FusedAdam`` for the formulas. FormatError for moments or masters that are not float32.
     """
+    check("multi_tensor_adam", _RULES, locals())
     lists = _lists("multi_tensor_adam", tensor_lists, (4, 5))
     for kept in lists[2:]:
         for tensor in kept:
@@ -139,7 +178,9 @@ def multi_tensor_sgd(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, we
     In float32: g = scale * gradient, + weight_decay w unless ``wd_after_momentum``; b = g in the ``first_run``, else
     momentum b + (1 - dampening) g; w -= lr (g + momentum b with ``nesterov``, b without, + weight_decay w if ``wd_after_momentum``).
     """
+    check("multi_tensor_sgd", _RULES | {"lr": number, "scale": partial(number, least=-math.inf)}, locals())
     lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4))
+    weight_decay, momentum, dampening, lr, scale = map(float, (weight_decay, momentum, dampening, lr, scale))
     live = noop_flag.reshape(-1)[0] == 0
     for i, (grad, param, buffer) in enumerate(zip(*lists[:3], strict=True)):
         w, g = param.float(), grad.float() * scale

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import listed
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.texts import encode
@@ -34,13 +36,17 @@ class _Norm(ParameterModule):
     def __init__(self, normalized_shape: int | Sequence[int] | None = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
                  params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None,
                  device: Any = None, **other: Any) -> None:
-        super().__init__()
         operation = type(self).__name__
+        check(operation, CONSTRUCTED, {name: value for name, value in locals().items() if name != "hidden_size"})
+        super().__init__()
         refuse(operation, CONSTRUCTOR[self.normalization], {"sequence_parallel": sequence_parallel, **other})
         if (normalized_shape is None) == (hidden_size is None):
             raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"))
         given: Any = hidden_size if normalized_shape is None else normalized_shape
-        shape = (given,) if isinstance(given, int) else tuple(given)
+        whole = isinstance(given, int)
+        if isinstance(given, torch.Tensor):
+            raise ArgumentError(expected(operation, "normalized_shape", "a tensor", "an int, or a sequence of one"))
+        shape = (given,) if whole else tuple(listed(operation, "normalized_shape", given, "an int, or a sequence of one"))
         if len(shape) != 1:
             raise NotImplementedError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
         positive(operation, normalized_shape=shape[0])
@@ -80,11 +86,14 @@ class L2Normalization(torch.nn.Module):
     """
 
     def __init__(self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None) -> None:
+        check("L2Normalization", CONSTRUCTED, locals())
         super().__init__()
         self.eps = float(eps)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype."""
+        if not torch.compiler.is_compiling():
+            check("L2Normalization", CALLED, locals())
         if not inp.ndim:
             raise ShapeError(expected("L2Normalization", "inp", "no dimension", "at least one"))
         return run("norm", spec_for("L2NormSpec", inp.shape[-1], "L2Normalization", self.eps), {"x": inp})["y"]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, amaxes_of
+from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.linear import LinearBase
 from fp8kit_torch.module import Inputs
 from fp8kit_torch.norm import add_norm
@@ -35,6 +36,7 @@ class LayerNormLinear(LinearBase):
                  params_dtype: torch.dtype | None = None, parallel_mode: str | None = None, return_layernorm_output: bool = False,
                  return_layernorm_output_gathered: bool = False, parameters_split: Any = None, zero_centered_gamma: bool = False,
                  device: Any = None, *, name: str | None = None, **other: Any) -> None:
+        check("LayerNormLinear", CONSTRUCTED, locals())
         super().__init__()
         refuse("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], {
             "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
@@ -56,6 +58,7 @@ class LayerNormLinear(LinearBase):
         """``inp``: h (..., K). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``).
         ``fp8_output``, ``fp8_grad``: see ``Linear``."""
         x = want_input("LayerNormLinear", "inp", inp, self.in_features)
+        want_plain("LayerNormLinear", is_first_microbatch, fp8_output, fp8_grad)
         out = self.branch(x, is_first_microbatch, self.bias_mode, False, self.return_layernorm_output, fp8_output, fp8_grad)
         parts: list[Any] = [out["y"]]
         if self.return_bias:

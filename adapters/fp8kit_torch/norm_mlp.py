@@ -12,8 +12,9 @@ from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_mlp import NormMLPSpec, activation_numbers
 from fp8kit.ops.product import ProductSpec
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, activated, amax_of
+from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
 from fp8kit_torch.norm import add_norm
 from fp8kit_torch.parameters import Init, normal_init
@@ -45,8 +46,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
                  return_layernorm_output_gathered: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
                  set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Any = None, *, name: str | None = None,
                  checkpoint: bool = False, **other: Any) -> None:
-        super().__init__()
         op = "LayerNormMLP"
+        check(op, CONSTRUCTED, locals())
+        super().__init__()
         # seq_length, micro_batch_size and set_parallel_mode prepare kernels or groups elsewhere: nothing depends on them here
         refuse(op, CONSTRUCTOR[op], {
             "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
@@ -89,6 +91,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
         bias = "add" if self.use_bias and not self.return_bias else "none"
         x = want_input("LayerNormMLP", "inp", inp, self.hidden_size)
+        want_plain("LayerNormMLP", is_first_microbatch)
         out = self.branch(x, is_first_microbatch, bias, return_norm=self.return_layernorm_output)
         parts: list[Any] = [out["y"]]
         if self.return_bias:

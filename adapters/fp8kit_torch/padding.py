@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ShapeError, expected
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 
 ALIGN = 16  # rows: what FP8 products want, for every recipe that there is
 
@@ -21,21 +22,23 @@ class _Splits(torch.nn.Module):
     """What both modules have: ``num_gemms`` groups of rows, each padded to a multiple of ``align_size`` (None: 16)."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        check(type(self).__name__, CONSTRUCTED, locals())
         super().__init__()
-        if num_gemms < 1:
-            raise ShapeError(expected(type(self).__name__, "num_gemms", num_gemms, "at least 1"))
-        if align_size is not None and align_size < 1:
-            raise ShapeError(expected(type(self).__name__, "align_size", align_size, "at least 1 or None"))
         self.num_gemms = num_gemms
         self.align_size = ALIGN if align_size is None else align_size
 
     def _rows(self, inp: Tensor, m_splits: Sequence[int], padded: bool) -> tuple[Tensor, list[int], list[int]]:
         """``inp`` as a matrix, ``m_splits`` as ints, and the same padded; ShapeError where the rows are not theirs."""
-        name, splits = type(self).__name__, [int(rows) for rows in m_splits]
+        name = type(self).__name__
+        if not torch.compiler.is_compiling():
+            check(name, CALLED, locals())
+        if inp.ndim < 1:
+            raise ShapeError(expected(name, "inp", "no dimension", "(..., features)"))
+        splits = [int(rows) for rows in m_splits]
         if len(splits) != self.num_gemms or min(splits) < 0:
             raise ShapeError(expected(name, "m_splits", splits, f"{self.num_gemms} numbers of rows"))
         filled = padded_splits(splits, self.align_size)
-        rows = inp.reshape(-1, inp.size(-1))
+        rows = inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
         if rows.size(0) != sum(filled if padded else splits):
             raise ShapeError(expected(name, "inp", tuple(inp.shape), f"{sum(filled if padded else splits)} rows, the sum of m_splits"))
         return rows, splits, filled

@@ -12,9 +12,11 @@ from torch.nn import Parameter
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, BackendError, expected
 from fp8kit.formats import HIGH_PRECISION
-from fp8kit_torch.views import kind_of
+from fp8kit_torch import checks
+from fp8kit_torch.views import dtype_of
 
 Init = Callable[[Tensor], Any]
+_DTYPES = tuple(dtype_of(kind) for kind in HIGH_PRECISION)
 
 
 def default_device() -> torch.device:
@@ -25,7 +27,7 @@ def default_device() -> torch.device:
 
 def placed(operation: str, device: Any) -> torch.device:
     """The device that an argument ``device`` means, None the default one. BackendError where it is CUDA and torch has none."""
-    where = default_device() if device is None else torch.device(device)
+    where = default_device() if device is None else checks.device(operation, "device", device)
     if where.type == "cuda" and not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
         raise BackendError(expected(operation, "device", where, f'a CUDA device, but {why}; device="cpu" computes the same, slowly'))
@@ -49,7 +51,7 @@ class ParameterModule(torch.nn.Module):
         """A parameter of ``shape``, filled by ``init`` in place. FormatError for a dtype that the operations do not have, BackendError for
         a CUDA device that is not there."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if kind_of(dtype) not in HIGH_PRECISION:
+        if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
             names = ", ".join(kind.name for kind in HIGH_PRECISION)
             raise ArgumentError(expected(type(self).__name__, "params_dtype", dtype, f"one of {names}"))
         where = placed(type(self).__name__, device)
@@ -61,6 +63,7 @@ class ParameterModule(torch.nn.Module):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does nothing."""
+        checks.check(type(self).__name__, checks.CALLED, {"defer_init": defer_init})
         if defer_init:
             return
         for name, init in self._inits.items():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fp8kit.arguments import flag
 from fp8kit.backends.protocol import BLOCK
 from fp8kit.errors import RecipeError, expected
 from fp8kit.ops.linear import LinearSpec
@@ -26,6 +27,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, Quant, fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Recipe
 from fp8kit_torch.apply import NO_STATE, Wiring, apply
+from fp8kit_torch.checks import check
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import decode, encode
 
@@ -306,6 +308,7 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None,
     has one scale: ``fuse_qkv_params=True``, no ``parameters_split``; NotImplementedError for others, within ``torch.compile``, and for
     weights that something else stands for since (``fully_shard``). RecipeError for what is no recipe.
     """
+    check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise RecipeError(expected("quantized_model_init", "recipe", type(recipe).__name__, "a Recipe or None"))

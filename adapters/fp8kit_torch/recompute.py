@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from fp8kit.arguments import flag
+from fp8kit.arguments import function as callable_
 from fp8kit.autocast import current, resumed
 from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.layers import Kept, Pass, Passes
 from fp8kit_torch.arguments import not_compiled
+from fp8kit_torch.checks import check, one, optional
 from fp8kit_torch.state import open_walk
 
 
@@ -80,6 +83,10 @@ class _Around:
                 self.tracker.set_states(before)
 
 
+_RULES = {"use_reentrant": flag, "debug": flag, "determinism_check": one("default", "none"), "context_fn": callable_,
+          "get_rng_state_tracker": optional(callable_)}
+
+
 def checkpoint(
     function: Callable[..., Any], *args: Any, distribute_saved_activations: bool = False,
     get_rng_state_tracker: Callable[[], Any] | None = None, tp_group: object = None, use_reentrant: bool = True,
@@ -92,7 +99,7 @@ def checkpoint(
     * ``use_reentrant``: which of torch's two variants. The first one, reentrant, needs an argument that requires a gradient, and cannot be
       used with ``torch.autograd.grad``; the other one has neither limit.
     * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of the first pass again.
-    * ``context_fn``, ``determinism_check``, ``debug``: torch's, for ``use_reentrant=False``.
+    * ``context_fn``, ``determinism_check``: torch's, for ``use_reentrant=False``; ``debug``: False only.
     * ``distribute_saved_activations``, ``tp_group``: refused; there is no tensor parallelism yet.
 
     Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
@@ -100,8 +107,10 @@ def checkpoint(
     """
     if not callable(function):
         raise ArgumentError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
+    if not torch.compiler.is_compiling():
+        check("checkpoint", _RULES, locals())
     for name, value, neutral in (("distribute_saved_activations", distribute_saved_activations, False), ("tp_group", tp_group, None)):
-        if value not in (neutral, None):
+        if value is not neutral and value is not None:
             raise ArgumentError(expected("checkpoint", name, value, f"{neutral}: there is no tensor parallelism yet"))
     if torch.compiler.is_compiling():
         raise not_compiled("checkpoint")
@@ -116,11 +125,13 @@ def checkpoint(
     def positional(*given: Any) -> Any:
         return function(*given[: len(args)], **dict(zip(named, given[len(args) :], strict=True)), **rest)
 
+    if debug:
+        raise ArgumentError(expected("checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"))
     if not use_reentrant:
         return torch_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (around.one(), around.again()),
-                                determinism_check=determinism_check, debug=debug)
-    if context_fn is not noop_context_fn or debug or determinism_check != "default":
-        raise ArgumentError(expected("checkpoint", "context_fn, determinism_check, debug", "given", "defaults with use_reentrant=True"))
+                                determinism_check=determinism_check)
+    if context_fn is not noop_context_fn or determinism_check != "default":
+        raise ArgumentError(expected("checkpoint", "context_fn, determinism_check", "given", "defaults with use_reentrant=True"))
     passes = iter((around.one(),))
 
     def call(*given: Any) -> Any:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, expected
 
 
@@ -44,10 +45,21 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Take over states that ``get_states`` gave."""
+        right = isinstance(states, Mapping) and all(isinstance(s, Tensor) and s.dtype is torch.uint8 for s in states.values())
+        if not right:
+            wanted = "a mapping of names to states, as get_states gave"
+            raise ArgumentError(expected("CudaRNGStatesTracker.set_states", "states", type(states).__name__, wanted))
         self.states_ = dict(states)
+
+    @staticmethod
+    def _named(method: str, name: object) -> None:
+        if not isinstance(name, str):
+            raise ArgumentError(expected(f"CudaRNGStatesTracker.{method}", "name", type(name).__name__, "a word"))
 
     def add(self, name: str, seed: int) -> None:
         """A new state by the name, started from ``seed``. Fp8kitError for a name or a seed that is taken."""
+        seed = integer("CudaRNGStatesTracker.add", "seed", seed, -(2**63), 2**64 - 1)
+        self._named("add", name)
         if seed in self.seeds_:
             raise ArgumentError(expected("CudaRNGStatesTracker.add", "seed", seed, "one that no state has"))
         if name in self.states_:
@@ -64,6 +76,7 @@ class CudaRNGStatesTracker:
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Draw from the state ``name`` within; it goes on where it was left. Fp8kitError for an unknown name."""
+        self._named("fork", name)
         if name not in self.states_:
             known = ", ".join(self.states_) or "none was added"
             raise ArgumentError(expected("CudaRNGStatesTracker.fork", "name", repr(name), f"a state that was added ({known})"))

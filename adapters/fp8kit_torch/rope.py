@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import only, positive
+from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.parameters import placed
 from fp8kit_torch.specs import spec_for
 
@@ -29,13 +31,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
     def __init__(self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: int | None = None,
                  pretrained_max_position_embeddings: int | None = None, rotary_base: float = 10000.0, interleaved: bool = False,
                  *, device: Any = None) -> None:
-        super().__init__()
         op = "RotaryPositionEmbedding"
-        positive(op, dim=dim)
-        if not 0 < rotary_percent <= 1:
-            raise ArgumentError(expected(op, "rotary_percent", rotary_percent, "a number in (0, 1]"))
-        if not rotary_base > 0:
-            raise ArgumentError(expected(op, "rotary_base", rotary_base, "a positive number"))
+        check(op, CONSTRUCTED, locals())
+        super().__init__()
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             wanted = "both or neither of it and pretrained_max_position_embeddings"
             raise ArgumentError(expected(op, "seq_len_interpolation_factor", seq_len_interpolation_factor, wanted))
@@ -52,6 +50,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles in radians of positions offset ... offset + max_seq_len - 1: float32 (max_seq_len, 1, 1, turned features)."""
         positive("RotaryPositionEmbedding", max_seq_len=max_seq_len)
+        offset = integer("RotaryPositionEmbedding", "offset", offset, -(2**31), 2**31)
         speeds = self.inv_freq.to(torch.float32)  # .half() on a model must not coarsen the angles further
         positions = torch.arange(max_seq_len, device=speeds.device, dtype=torch.float32) + offset
         factor, most = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
@@ -84,6 +83,8 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", 
     Raises Fp8kitError kinds for what does not fit.
     """
     op = "apply_rotary_pos_emb"
+    if not torch.compiler.is_compiling():
+        check(op, CALLED, locals())
     only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0)})
     if tensor_format not in FORMATS:
         raise ArgumentError(expected(op, "tensor_format", repr(tensor_format), f"one of {', '.join(FORMATS)}"))
@@ -109,11 +110,14 @@ def apply_fused_qkv_rotary_pos_emb(qkv: Tensor, q_freqs: Tensor, k_freqs: Tensor
 
     Returns h (s, b, h, d), (s, b, g, d), (s, b, g, d), or b first. Raises Fp8kitError kinds for what does not fit.
     """
-    op, sizes = "apply_fused_qkv_rotary_pos_emb", [int(n) for n in qkv_split_arg_list]
+    op = "apply_fused_qkv_rotary_pos_emb"
+    if not torch.compiler.is_compiling():
+        check(op, CALLED, locals())
+    sizes = [int(n) for n in qkv_split_arg_list]
     only(op, {"cp_size": (cp_size, 1), "cp_rank": (cp_rank, 0), "cu_seqlens": (cu_seqlens, None)})
     if tensor_format not in ("sbhd", "bshd"):
         raise ArgumentError(expected(op, "tensor_format", repr(tensor_format), "sbhd or bshd"))
-    if qkv.ndim != 4 or len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] or sizes[1] != sizes[2]:
+    if qkv.ndim != 4 or len(sizes) != 3 or not sizes[1] or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1] or sizes[1] != sizes[2]:
         wanted = "(s, b, groups, features) whose features are those of some queries, of a key and of a value"
         raise ShapeError(expected(op, "qkv", f"shape {tuple(qkv.shape)} of {sizes}", wanted))
     q, k, v = (part.reshape(*qkv.shape[:2], -1, sizes[1]) for part in qkv.split(sizes, -1))

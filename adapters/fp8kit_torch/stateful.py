@@ -16,6 +16,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
 from fp8kit_torch.apply import Wiring
+from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.plans import Call
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
@@ -66,6 +67,7 @@ class StatefulModule(ParameterModule):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As ``ParameterModule``; weights in FP8 are cast anew."""
+        check(type(self).__name__, CALLED, {"defer_init": defer_init})
         if not defer_init and self._held is not None:
             for name, parameter in self._parameters.items():
                 if isinstance(parameter, QuantizedTensor):

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError, expected, on_behalf_of
 from fp8kit.layers import known_options
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
 from fp8kit_torch.attention import MultiheadAttention, sequence_starts
-from fp8kit_torch.dot_product_attention import one_of
+from fp8kit_torch.checks import CONSTRUCTED, check
+from fp8kit_torch.dot_product_attention import CALLED
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.norm import LayerNorm, RMSNorm
@@ -53,6 +54,7 @@ class TransformerLayer(torch.nn.Module):
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
     """
 
+    @on_behalf_of("TransformerLayer", eps="layernorm_epsilon", attn_mask_type="self_attn_mask_type", qkv_format="attn_input_format")
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
                  layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
                  init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
@@ -68,14 +70,12 @@ class TransformerLayer(torch.nn.Module):
                  normalization: str = "LayerNorm", device: Any = None, attn_input_format: str = "sbhd", name: str | None = None,
                  qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
                  softmax_type: str = "vanilla", **other: Any) -> None:
-        super().__init__()
         op = "TransformerLayer"
+        check(op, CONSTRUCTED, locals())
+        super().__init__()
         refuse(op, CONSTRUCTOR[op], other)
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
-        for argument, p in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
-            if not 0 <= p < 1:
-                raise ArgumentError(expected(op, argument, p, "a probability in [0, 1)"))
-        decoder = one_of(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
+        decoder = layer_type == "decoder"
         if decoder and attn_input_format == "thd":
             raise ArgumentError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
         alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
@@ -134,6 +134,8 @@ class TransformerLayer(torch.nn.Module):
         """
         op = "TransformerLayer"
         known_options(op, options)
+        if not torch.compiler.is_compiling():
+            check(op, CALLED, locals() | options)
         x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)
         if self.inter_attention is not None and encoder_output is None:
             raise ArgumentError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))

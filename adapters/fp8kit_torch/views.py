@@ -8,7 +8,7 @@ import torch
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView, Device, contiguous_strides
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import ArgumentError, FormatError, expected
 from fp8kit.formats import DType
 from fp8kit.spec import Meta
 
@@ -36,8 +36,9 @@ def dtype_of(kind: DType) -> torch.dtype:
     """The torch dtype of an fp8kit dtype; FormatError where torch has none."""
     try:
         return _TORCH[kind]
-    except KeyError:
-        raise FormatError(expected("fp8kit_torch", "dtype", kind.name, f"one of {', '.join(k.name for k in _TORCH)}")) from None
+    except (KeyError, TypeError):
+        known = ", ".join(k.name for k in _TORCH)
+        raise FormatError(expected("dtype_of", "kind", getattr(kind, "name", repr(kind)[:60]), f"one of {known}")) from None
 
 
 def kind_of(dtype: torch.dtype) -> DType:
@@ -53,19 +54,25 @@ def as_view(tensor: torch.Tensor) -> ArrayView:
 
     Its place on torch's autograd is not looked at. FormatError for dtypes and devices that fp8kit does not have.
     """
-    kind = _DTYPES.get(tensor.dtype)
-    device = tensor.device
+    try:
+        kind, device, start, strides = _DTYPES.get(tensor.dtype), tensor.device, tensor.data_ptr(), tensor.stride()
+    except (AttributeError, TypeError, RuntimeError):
+        raise FormatError(expected("as_view", "tensor", type(tensor).__name__, "a dense torch.Tensor with memory of its own")) from None
     if kind is None or device.type not in ("cpu", "cuda"):
         raise FormatError(
-            expected("fp8kit_torch", "tensor", f"{tensor.dtype} on {device}", f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}")
+            expected("as_view", "tensor", f"{tensor.dtype} on {device}", f"cpu or cuda, one of {', '.join(map(str, _DTYPES))}")
         )
-    shape, strides = tuple(tensor.shape), tensor.stride()
+    shape = tuple(tensor.shape)
     kept = None if strides == contiguous_strides(shape) else strides
-    return ArrayView(tensor.data_ptr(), shape, kind, Device(device.type, device.index or 0), tensor, kept)
+    return ArrayView(start, shape, kind, Device(device.type, device.index or 0), tensor, kept)
 
 
 def empty_like_metas(metas: Mapping[str, Meta], like: torch.Tensor) -> list[torch.Tensor]:
     """A tensor for each meta from torch's allocator, on the device of ``like``: undefined, or zeros where the meta asks for them."""
+    if not isinstance(metas, Mapping) or not all(isinstance(meta, Meta) for meta in metas.values()):
+        raise ArgumentError(expected("empty_like_metas", "metas", type(metas).__name__, "a mapping of names to fp8kit.spec.Metas"))
+    if not isinstance(like, torch.Tensor):
+        raise ArgumentError(expected("empty_like_metas", "like", type(like).__name__, "a torch.Tensor"))
     return [
         (torch.zeros if meta.zero else torch.empty)(meta.shape, dtype=dtype_of(meta.dtype), device=like.device) for meta in metas.values()
     ]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NoReturn
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.errors import BackendError, Fp8kitError, expected, renamed
 
 FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
 
 
 def device_of(options: argparse.Namespace) -> Device:
     """The device that was asked for, or the default one. BackendError where it is not usable."""
-    device = dispatch.default_device() if options.device is None else arrays.device(options.device)
+    try:
+        device = dispatch.default_device() if options.device is None else arrays.device(options.device)
+    except Fp8kitError as error:
+        raise error if options.device is None else renamed(error, "device", "--device") from None
     usable = arrays.provider(device).count()
     if device.index >= usable:
-        raise BackendError(f"device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
+        raise BackendError(f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
     return device
 
 
@@ -27,13 +31,31 @@ def folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Fp8kitError(expected("results", "folder", path, f"a folder that can be made ({error.strerror})")) from None
+        raise Fp8kitError(expected("results", "--out", path, f"a folder that can be made ({error.strerror})")) from None
     return path
+
+
+def writable(argument: str, path: Path) -> None:
+    """Fp8kitError where ``path`` is no file that can be written: before the work whose results go there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except (OSError, ValueError) as error:
+        wanted = f"a file that can be written ({getattr(error, 'strerror', None) or error})"
+        raise Fp8kitError(expected("results", argument, path, wanted)) from None
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose refusal is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong on standard error and exit with 2."""
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
 
 
 def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
     """``count`` positive numbers separated by commas; Fp8kitError otherwise."""
     parts = text.split(",")
     if len(parts) != count or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise Fp8kitError(expected("argument", name, repr(text), f"{count} positive numbers separated by commas"))
+        raise Fp8kitError(expected("argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas"))
     return tuple(int(part) for part in parts)

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fp8kit.commands import FAILED, device_of, folder, numbers
+from fp8kit.arguments import number
+from fp8kit.commands import FAILED, device_of, folder, numbers, writable
 from fp8kit.errors import Fp8kitError, expected
 
 
@@ -30,9 +31,14 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; the exit status is 1 where a part failed or a result is wrong."""
-    for path in (None if options.json is None else options.json.parent, options.out):
-        if path is not None:
-            folder(path)
+    if options.out is not None:
+        folder(options.out)
+    if options.json is not None:
+        writable("--json", options.json)
+    if options.minutes is not None:
+        number("bench", "--minutes", options.minutes)
+    if options.layer is not None and not options.memory:
+        raise Fp8kitError(expected("bench", "--layer", repr(options.layer), "none without --memory"))
     from fp8kit.bench import report as reports
     from fp8kit.bench.parts import NATIVE
     from fp8kit.bench.sizes import Layer

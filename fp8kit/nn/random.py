@@ -6,7 +6,6 @@ each replay. Host generator: NumPy's Philox (Salmon et al., SC'11).
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays, serialization
+from fp8kit import arrays, formats, serialization
 from fp8kit.arguments import function, integer, number
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
@@ -234,7 +233,8 @@ def init_of(operation: str, name: str, init: Init | None) -> Init:
 def normal_init(mean: float = 0.0, std: float = 0.023) -> Init:
     """An ``init_method`` that fills an array from a normal distribution; the defaults are Transformer Engine's for weights.
     Fp8kitError for numbers that are not finite or a negative ``std``."""
-    mean, std = number("normal_init", "mean", mean, least=-math.inf), number("normal_init", "std", std)
+    top = formats.float32.max
+    mean, std = number("normal_init", "mean", mean, top, least=-top), number("normal_init", "std", std, top)
 
     def fill(array: HostArray) -> None:
         array[...] = host_generator().normal(mean, std, array.shape)

@@ -8,9 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import small
+from fp8kit_jax.checks import RULES, UNTYPED, check_module
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.scopes import mesh_resource, recipe_in_force
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot
@@ -54,12 +56,15 @@ MLP_AXES = NORM_AXES | {
 
 
 def check_fixed(module: Any, given: dict[str, Any] | None = None, fields: Sequence[str] = tuple(FIXED)) -> None:
-    """Fp8kitError that names a field of ``FIXED``, or an argument among ``given``, with another value."""
+    """ArgumentError for a field that is not what ``checks`` says, and for a field of ``FIXED``, or an argument among ``given``, with
+    another value."""
+    check_module(module, UNTYPED if "qkv_layout" in vars(type(module)).get("__annotations__", {}) else RULES)
     for name in fields:
         value, why = FIXED[name]
         found = (given or {}).get(name, getattr(module, name, value))
-        if found != value:
-            raise ArgumentError(expected(type(module).__name__, name, repr(found), f"{value!r}: {why}"))
+        alike = found is value or (isinstance(found, str | int | float | None) and found == value)
+        if not alike:
+            raise ArgumentError(expected(type(module).__name__, name, shown(found), f"{value!r}: {why}"))
 
 
 # --- logical axes -----------------------------------------------------------------------------------------------------

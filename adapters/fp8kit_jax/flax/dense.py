@@ -14,6 +14,7 @@ from fp8kit.errors import ShapeError, expected
 from fp8kit_jax import layers as functions
 from fp8kit_jax import small
 from fp8kit_jax.activations import activation
+from fp8kit_jax.checks import check_module
 from fp8kit_jax.flax.common import (
     check_fixed,
     constrained,
@@ -57,6 +58,7 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         """Normalise."""
+        check_module(self)
         scale, bias = norm_parameters(self, x.shape[-1], x.dtype)
         return small.layernorm(x, scale, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon)
 
@@ -94,7 +96,10 @@ class DenseGeneral(nn.Module):
         check_fixed(self)
         inputs = constrained(inputs, self.input_axes)
         features = _features(self.features)
-        axis = tuple(range(inputs.ndim)[d] for d in ((self.axis,) if isinstance(self.axis, int) else self.axis))
+        along = (self.axis,) if isinstance(self.axis, int) else self.axis
+        if not all(-inputs.ndim <= d < inputs.ndim for d in along):
+            raise ShapeError(expected("DenseGeneral", "axis", self.axis, f"dimensions of inputs {inputs.shape}"))
+        axis = tuple(range(inputs.ndim)[d] for d in along)
         flat = math.prod(inputs.shape[d] for d in axis)
 
         def start(key: Any, shape: Any, dtype: Any) -> Any:

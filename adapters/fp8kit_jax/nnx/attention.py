@@ -7,9 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from fp8kit.arguments import check, optional
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
+from fp8kit_jax.checks import RULES, size
 from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
 
 QK_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -19,6 +21,7 @@ class Dropout(nnx.Module):
     """A probability and the keys for it: none in evaluation (``module.eval()``). ``rate`` in [0, 1)."""
 
     def __init__(self, rate: float, rngs: nnx.Rngs | None) -> None:
+        check("Dropout", RULES, locals())
         if rate and rngs is None:
             raise ShapeError(expected("Dropout", "rngs", None, f"nnx.Rngs with a rate of {rate}"))
         self.rate, self.deterministic = float(rate), False
@@ -37,6 +40,7 @@ class DotProductAttention(nnx.Module):
     """
 
     def __init__(self, num_attention_heads: int, *, attention_dropout: float = 0.0, rngs: nnx.Rngs | None = None, **options: Any) -> None:
+        check("DotProductAttention", RULES, locals() | options)
         self.options = tuple(options.items())
         self.dropout = Dropout(attention_dropout, rngs)
         learnable = options.get("softmax_type") == "learnable"
@@ -66,6 +70,7 @@ class MultiHeadAttention(nnx.Module):
                  rotary: bool = False, qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
                  use_bias: bool = False, layernorm_type: str = "layernorm", epsilon: float = 1e-6, zero_centered_gamma: bool = False,
                  dtype: Any = jnp.float32, **options: Any) -> None:
+        check("MultiHeadAttention", RULES | {"head_dim": optional(size)}, locals() | options)
         heads = num_attention_heads
         if hidden_size % heads and head_dim is None:
             raise ShapeError(expected("MultiHeadAttention", "hidden_size", hidden_size, f"a multiple of {heads} heads"))

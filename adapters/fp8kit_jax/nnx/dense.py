@@ -8,8 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from fp8kit.arguments import check
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import layers, small
+from fp8kit_jax.checks import RULES
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.scopes import recipe_in_force
 from fp8kit_jax.state import Slot
@@ -53,6 +55,7 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, num_features: int, *, epsilon: float = 1e-6, layernorm_type: str = "layernorm", zero_centered_gamma: bool = False,
                  dtype: Any = jnp.float32) -> None:
+        check("LayerNorm", RULES, locals())
         self.options = (layernorm_type, zero_centered_gamma, epsilon)
         self.scale = nnx.Param((jnp.zeros if zero_centered_gamma else jnp.ones)((num_features,), dtype))
         self.ln_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if layernorm_type == "layernorm" else None
@@ -71,6 +74,7 @@ class DenseGeneral(nnx.Module):
 
     def __init__(self, in_features: int, features: int | Sequence[int], *, rngs: nnx.Rngs, use_bias: bool = True, kernel_init: Any = None,
                  dtype: Any = jnp.float32) -> None:
+        check("DenseGeneral", RULES, locals())
         shape = (features,) if isinstance(features, int) else tuple(features)
         self.kernel = _kernel(rngs, (in_features, *shape), dtype, kernel_init)
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
@@ -88,6 +92,7 @@ class LayerNormDenseGeneral(DenseGeneral):
     def __init__(self, in_features: int, features: int | Sequence[int], *, rngs: nnx.Rngs, use_bias: bool = False, kernel_init: Any = None,
                  epsilon: float = 1e-6, layernorm_type: str = "layernorm", zero_centered_gamma: bool = False,
                  dtype: Any = jnp.float32) -> None:
+        check("LayerNormDenseGeneral", RULES, locals())
         super().__init__(in_features, features, rngs=rngs, use_bias=use_bias, kernel_init=kernel_init, dtype=dtype)
         self.norm = LayerNorm(in_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,
                               dtype=dtype)
@@ -110,6 +115,7 @@ class LayerNormMLP(nnx.Module):
                  use_bias: bool = False, kernel_init: Any = None, epsilon: float = 1e-6, layernorm_type: str = "layernorm",
                  zero_centered_gamma: bool = False, dtype: Any = jnp.float32,
                  activation_params: Mapping[str, float] | None = None) -> None:
+        check("LayerNormMLP", RULES, locals())
         self.activations = tuple(activations)
         self.activation_params = None if activation_params is None else tuple(activation_params.items())
         self.norm = LayerNorm(num_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,

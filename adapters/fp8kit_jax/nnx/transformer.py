@@ -8,7 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from fp8kit.arguments import check
 from fp8kit_jax import small
+from fp8kit_jax.checks import RULES
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
 from fp8kit_jax.nnx.dense import LayerNormMLP
 
@@ -25,6 +27,7 @@ class TransformerLayer(nnx.Module):
                  mlp_activations: Sequence[str] = ("gelu",), mlp_activation_params: Mapping[str, float] | None = None,
                  layernorm_type: str = "layernorm", epsilon: float = 1e-6, zero_centered_gamma: bool = False, hidden_dropout: float = 0.0,
                  attention_dropout: float = 0.0, drop_path: float = 0.0, dtype: Any = jnp.float32, **options: Any) -> None:
+        check("TransformerLayer", RULES, locals() | options)
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "layernorm_type": layernorm_type, "epsilon": epsilon,
                                   "zero_centered_gamma": zero_centered_gamma, "dtype": dtype}
         self.attention = MultiHeadAttention(hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options)

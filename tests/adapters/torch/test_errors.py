@@ -50,6 +50,11 @@ def test_names_are_the_callers():
         (lambda: ft.MultiheadAttention(8, 2, qkv_format="thd", attn_mask_type="padding", device="cpu")(torch.ones(3, 1, 8)),
          "^MultiheadAttention: hidden_states: got shape"),
         (lambda: ft.DotProductAttention(2, 4, layer_number="x"), "layer_number: got 'x', expected an int"),
+        (lambda: ft.TransformerLayer(8, 16, 2, layer_number="x"), "^TransformerLayer: layer_number: got 'x', expected an int"),
+        (lambda: ft.TransformerLayer(8, 16, 2, attention_dropout="x"), "^TransformerLayer: attention_dropout: got 'x', expected a finite"),
+        (lambda: ft.DotProductAttention(2, (4, 4, 4)), r"^DotProductAttention: kv_channels: got \(4, 4, 4\), expected an int, or two"),
+        (lambda: ft.DotProductAttention(2, 4, softmax_scale="x"), "^DotProductAttention: softmax_scale: got 'x', expected a finite"),
+        (lambda: ft.InferenceParams(2, 8, dtype="foo"), "^InferenceParams: dtype: got 'foo', expected a torch.dtype"),
         (lambda: ft.parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 7])), "targets: got 7 among them"),
     ):  # fmt: skip
         with pytest.raises(Fp8kitError, match=said):

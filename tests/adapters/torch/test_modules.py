@@ -257,7 +257,7 @@ def test_cuda_without_cuda_is_one_error(monkeypatch):
         "GroupedLinear": lambda: ft.GroupedLinear(2, 8, 8, device="cuda:1"),
         "RotaryPositionEmbedding": lambda: ft.RotaryPositionEmbedding(8, device="cuda"),
         "InferenceParams": lambda: ft.InferenceParams(2, 8, device="cuda"),
-        "LayerNormLinear": lambda: ft.TransformerLayer(16, 16, 2, device="cuda"),
+        "TransformerLayer": lambda: ft.TransformerLayer(16, 16, 2, device="cuda"),
     }
     for name, make in makes.items():
         with pytest.raises(BackendError, match=rf"^{name}: device: got cuda.*, expected a CUDA device, but .* device=\"cpu\""):

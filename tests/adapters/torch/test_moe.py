@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8kit_torch import moe
 
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import Fp8kitError, ShapeError
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 
 TOKENS, EXPERTS, HIDDEN = 13, 5, 7
@@ -152,9 +152,9 @@ def test_empty_inputs_and_refusals():
     x, mask = torch.zeros(3, 4), torch.ones(3, 2, dtype=torch.bool)
     with pytest.raises(ShapeError, match="moe_permute: routing_map"):
         moe.moe_permute(x, torch.ones(2, 2, dtype=torch.bool), 4)
-    with pytest.raises(ShapeError, match="num_out_tokens"):
+    with pytest.raises(Fp8kitError, match="num_out_tokens"):
         moe.moe_permute(x, mask)
-    with pytest.raises(FormatError, match="map_type"):
+    with pytest.raises(Fp8kitError, match="map_type"):
         moe.moe_permute(x, mask, 6, map_type="tokens")
     rows, row_id_map = moe.moe_permute(x, mask, 6)
     with pytest.raises(ShapeError, match="restore_shape"):

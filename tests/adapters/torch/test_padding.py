@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8kit_torch.padding import Fp8Padding, Fp8Unpadding
 
-from fp8kit.errors import ShapeError
+from fp8kit.errors import Fp8kitError, ShapeError
 from fp8kit.testing.compare import assert_same_bits
 
 
@@ -38,5 +38,5 @@ def test_nothing_to_do_returns_the_input_and_what_does_not_fit_is_refused():
         Fp8Padding(2)(x, [16, 15])
     with pytest.raises(ShapeError, match="Fp8Unpadding: inp"):
         Fp8Unpadding(2)(x, [33, 3])
-    with pytest.raises(ShapeError, match="align_size"):
+    with pytest.raises(Fp8kitError, match="align_size"):
         Fp8Padding(2, 0)

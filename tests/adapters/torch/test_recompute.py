@@ -156,7 +156,7 @@ def test_without_gradients_it_is_a_plain_call_and_wrong_use_is_refused():
         checkpoint(3, x)
     with pytest.raises(Fp8kitError, match="distribute_saved_activations"):
         checkpoint(layer, x, distribute_saved_activations=True)
-    with pytest.raises(Fp8kitError, match="context_fn"):
+    with pytest.raises(Fp8kitError, match="debug"):
         checkpoint(layer, x, debug=True)
     other, calls = Linear(K, K, device="cpu"), []
 

@@ -1,0 +1,95 @@
+"""What the fields of Flax modules and the arguments of NNX modules may be, by their name: asked before parameters are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fp8kit.arguments import Rule, check, flag, integer, named, number, one, optional, shown
+from fp8kit.errors import ArgumentError, expected
+from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
+
+
+def size(operation: str, name: str, value: Any) -> int:
+    """A positive int that an extent can be."""
+    return integer(operation, name, value, 1, 2**31 - 1)
+
+
+def sizes(operation: str, name: str, value: Any) -> None:
+    """One of them, or several."""
+    if not isinstance(value, tuple | list) or not value:
+        size(operation, name, value)
+        return
+    for extent in value:
+        size(operation, name, extent)
+
+
+def axes(operation: str, name: str, value: Any) -> None:
+    """An int of any sign, or several."""
+    for axis in value if isinstance(value, tuple | list) and value else (value,):
+        integer(operation, name, axis, -64, 63)
+
+
+def probability(operation: str, name: str, value: Any) -> None:
+    """A number in [0, 1)."""
+    number(operation, name, value, 1.0)
+
+
+def factor(operation: str, name: str, value: Any) -> None:
+    """A finite number that is not 0."""
+    if number(operation, name, value, least=-float("inf")) == 0:
+        raise ArgumentError(expected(operation, name, shown(value), "a finite number that is not 0"))
+
+
+def dtype(operation: str, name: str, value: Any) -> None:
+    """float32, bfloat16 or float16, in a way that JAX takes."""
+    array = hasattr(value, "__array__") and not isinstance(value, type)
+    try:
+        if not array and not isinstance(value, tuple | list | dict | None) and np.dtype(value) in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return
+    except (TypeError, ValueError):
+        pass
+    raise ArgumentError(expected(operation, name, shown(value), "float32, bfloat16 or float16"))
+
+
+def words(operation: str, name: str, value: Any) -> None:
+    """A sequence of words, at least one."""
+    if not isinstance(value, tuple | list) or not value or not all(isinstance(word, str) for word in value):
+        raise ArgumentError(expected(operation, name, shown(value), "a sequence of names of activations"))
+
+
+def window(operation: str, name: str, value: Any) -> None:
+    """(left, right), each -1 or more."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ArgumentError(expected(operation, name, shown(value), "(left, right), each -1 (unbounded) or more, or None"))
+    for reach in value:
+        integer(operation, name, reach, -1, 2**31 - 1)
+
+
+RULES: dict[str, Rule] = {
+    **named(flag, """use_bias enable_low_rank_adaptation zero_centered_gamma return_layernorm_output enable_layernorm input_layernorm
+        enable_rotary_pos_emb fuse_qkv_params scale_attn_logits scaled_query_init float32_logits float32_attention_logits
+        enable_relative_embedding qk_norm_before_rope cross rotary"""),
+    **named(optional(flag), "transpose_batch_sequence bottom_right_diagonal"),
+    **named(size, """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size mlp_hidden_size in_features
+        num_features num_buckets max_distance"""),
+    **named(optional(size), "num_gqa_groups"),
+    **named(probability, "intermediate_dropout_rate attention_dropout hidden_dropout intermediate_dropout drop_path rate"),
+    **named(number, "epsilon layernorm_epsilon qk_norm_eps"),
+    **named(words, "activations mlp_activations"),
+    **named(one(*MASKS), "attn_mask_type self_attn_mask_type"),
+    **named(optional(one(*BIASES)), "attn_bias_type self_attn_bias_type"),
+    "features": sizes, "axis": axes, "dtype": dtype, "layernorm_type": one("layernorm", "rmsnorm"),
+    "low_rank_adaptation_alpha": optional(factor), "depth_scaling": optional(factor), "scale_factor": optional(factor),
+    "softmax_type": one(*SOFTMAX_TYPES), "window_size": optional(window),
+}  # fmt: skip
+UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype
+
+
+def check_module(module: Any, rules: dict[str, Rule] = RULES) -> None:
+    """ArgumentError for the fields of a Flax module that ``rules`` refuse."""
+    given = {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.name in rules}
+    check(type(module).__name__, rules, given)
