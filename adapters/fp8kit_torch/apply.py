@@ -33,6 +33,7 @@ class Wiring(NamedTuple):
 
 
 NO_STATE = Wiring({})
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Fused(NamedTuple):
@@ -172,5 +173,6 @@ def run(name: str, spec: Any, inputs: Mapping[str, Tensor | None], outputs: tupl
         return trace(name, spec, tuple(there), list(there.values()), outputs=outputs)
     if isinstance(spec, str):
         spec = decode(spec)
+    there = {n: t if type(t) in _PLAIN or not hasattr(t, "held_in_fp8") else t.dequantize() for n, t in there.items()}
     return apply(call(name, spec, tuple(there)), list(there.values()))
 

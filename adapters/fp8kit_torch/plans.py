@@ -299,9 +299,11 @@ class Ready:
         return outputs, row, block
 
     def _nowhere(self, name: str, tensor: Tensor) -> int:
-        """The address of a tensor without elements. FormatError for one that stands for values that are elsewhere."""
-        if tensor.numel():
-            argument = argument_of(self.operation.name, name, [own for own, _, _ in self.inputs])
+        """The address of a tensor that is not read: without elements, or one in FP8 whose codes come beside it. FormatError for one that
+        stands for values that are elsewhere."""
+        names = [own for own, _, _ in self.inputs]
+        if tensor.numel() and not (hasattr(tensor, "held_in_fp8") and any(own.endswith("_q") for own in names)):
+            argument = argument_of(self.operation.name, name, names)
             wanted = "a tensor with memory of its own: a DTensor's to_local(), a real one for a FakeTensor"
             raise FormatError(expected(self.operation.name, argument, f"a {type(tensor).__name__} without memory", wanted))
         return 0

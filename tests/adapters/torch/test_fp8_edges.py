@@ -189,3 +189,14 @@ def test_compiled_it_says_so(device, option):
         y = layer(x, fp8_output=True).detach()
         with pytest.raises(Exception, match=r"an input in FP8 is not supported within torch\.compile"):
             torch.compile(after, fullgraph=True, backend="aot_eager")(y)
+
+
+def test_a_norm_sees_the_values(device):
+    """An operation that takes no codes takes what they stand for; gradients go through."""
+    linear, norm = ft.Linear(WIDTH, 32, device=device), ft.LayerNorm(32, device=device)
+    with ft.autocast(recipe=RECIPES["current"]):
+        y = linear(torch.randn(16, WIDTH, device=device), fp8_output=True)
+        z = norm(y)
+    same(z, norm(y.detach().dequantize()), "norm")
+    z.square().sum().backward()
+    assert linear.weight.grad.abs().sum() > 0
