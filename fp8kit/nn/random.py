@@ -116,8 +116,8 @@ def get_rng_state() -> dict[str, HostArray]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Go back to a state that ``get_rng_state`` gave: integer arrays by name. CheckpointError where an entry is missing, unknown, or of
-    another shape or dtype; then nothing changes."""
+    """Go back to a state that ``get_rng_state`` gave: integer arrays by name; a device without an entry starts again from the seed.
+    CheckpointError where another entry is missing, or one is unknown or of another shape or dtype; then nothing changes."""
     check_rng_state(state)()
 
 

@@ -122,7 +122,8 @@ def test_a_file_with_changed_header(good, data):
 def test_a_state_of_something_else(data, how, strict):
     bundle = trained(2)
     state = {name: host(value).copy() for name, value in trained(1).state_dict().items()}
-    name = data.draw(st.sampled_from(sorted(state)))
+    needed = [name for name in state if how != "missing" or not name.startswith("random/device.")]  # one that is not named starts anew
+    name = data.draw(st.sampled_from(sorted(needed)))
     if how == "missing":
         del state[name]
     elif how == "unexpected":
