@@ -149,6 +149,7 @@ def test_on_a_gpu_nobody_looks_and_nothing_breaks(kind):
     fk.synchronize(x.device)
     assert o.shape == (T, H * D)
     assert np.isfinite(layer(x, x, x, cu_seqlens_q=good, cu_seqlens_kv=good).numpy()).all()
-    loss = nn.cross_entropy(fk.tensor(np.zeros((2, 3), np.float32), device="cuda"), np.array([0, 7]), "none").numpy()
+    logits, targets = (fk.tensor(a, device="cuda") for a in (np.zeros((2, 3), np.float32), np.array([0, 7])))
+    loss = nn.cross_entropy(logits, targets, "none").numpy()
     assert np.isnan(loss[1])
     assert np.isfinite(loss[0])
