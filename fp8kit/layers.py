@@ -84,6 +84,15 @@ def turned_segments(parts: str, heads: int, groups: int, head_dim: Any, one_freq
     return tuple([turn[part] for part in parts])
 
 
+def normed_and_turned(value: Any, norm: Callable[[Any], Any] | None, turn: Callable[[Any], Any] | None, norm_first: bool) -> Any:
+    """Queries or keys, or a layer's projections, after their norm and their rotary embedding, in this or the other order.
+
+    ``norm``, ``turn``: functions of one value, None for what there is not."""
+    for step in (norm, turn) if norm_first else (turn, norm):
+        value = value if step is None else step(value)
+    return value
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """ALiBi's slopes (Press et al. 2022, section 3): 2^(-8 i / n) for the largest power of two n up to the number of heads, and every
     second one of 2n heads' for the rest."""

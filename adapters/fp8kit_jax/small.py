@@ -134,13 +134,6 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
     return jnp.asarray(whole.astype(np.float32))
 
 
-def changed(x: Any, norm: Any, turn: Any, norm_first: bool) -> Any:
-    """Queries or keys after their norm and their rotary embedding, functions of one array or None, in this or the other order."""
-    for step in (norm, turn) if norm_first else (turn, norm):
-        x = x if step is None else step(x)
-    return x
-
-
 def rng_words(key: Any) -> Any:
     """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset). FormatError for what is no key."""
     wide = isinstance(key, jax.Array | np.ndarray)

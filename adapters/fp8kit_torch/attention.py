@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, pair_of, turning
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, normed_and_turned, pair_of, turning
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
 from fp8kit_torch.checks import CONSTRUCTED, check
@@ -167,12 +167,8 @@ class MultiheadAttention(torch.nn.Module):
             layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
         if self._apart:
             layers = self._split(layers)
-        if self.qk_norm_before_rope:
-            layers = self._normed(layers)
-        if rotary_pos_emb is not None:
-            layers = self._turned(layers, rotary_pos_emb, options)
-        if not self.qk_norm_before_rope:
-            layers = self._normed(layers)
+        turn = None if rotary_pos_emb is None else lambda found: self._turned(found, rotary_pos_emb, options)
+        layers = normed_and_turned(layers, self._normed, turn, self.qk_norm_before_rope)
         given = {**layers, **options, "qkv_interleave_dim": -2 if self._interleaved and not self._apart else -3}
         o = checkpoint(self.core_attention, use_reentrant=False, **given) if checkpoint_core else self.core_attention(**given)
         return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}

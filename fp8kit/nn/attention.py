@@ -11,7 +11,7 @@ from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, ShapeError, expected, on_behalf_of
-from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, pair_of, turning
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, normed_and_turned, pair_of, turning
 from fp8kit.nn.dot_product_attention import DotProductAttention
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, later
@@ -183,12 +183,8 @@ class MultiheadAttention(Module):
             layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
         if self._apart:
             layers = self._split(layers)
-        if self.qk_norm_before_rope:
-            layers = self._normed(layers)
-        if rotary_pos_emb is not None:
-            layers = self._turned(layers, rotary_pos_emb, options)
-        if not self.qk_norm_before_rope:
-            layers = self._normed(layers)
+        turn = None if rotary_pos_emb is None else lambda found: self._turned(found, rotary_pos_emb, options)
+        layers = normed_and_turned(layers, self._normed, turn, self.qk_norm_before_rope)
         dim = -2 if self._interleaved and not self._apart else -3
         o = self.core_attention(**layers, **options, qkv_interleave_dim=dim, checkpoint_core_attention=checkpoint_core)
         return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}

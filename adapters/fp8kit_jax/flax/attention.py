@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
 from fp8kit_jax.flax import cache, lora
@@ -196,7 +197,7 @@ class MultiHeadAttention(nn.Module):
         layers = [a.reshape(*a.shape[:-1], -1, self.head_dim) for a in layers]
         past = cache.Past(self, *layers[1:], sequence_descriptor) if decode else None
         if apart:
-            layers[:2] = (small.changed(a, self._norm(name), self._turn(past), self.qk_norm_before_rope)
+            layers[:2] = (normed_and_turned(a, self._norm(name), self._turn(past), self.qk_norm_before_rope)
                           for a, name in zip(layers[:2], ("q_norm", "k_norm"), strict=True))
         kind, window = self.attn_mask_type, self.window_size
         if past is not None:

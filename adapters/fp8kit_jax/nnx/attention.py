@@ -9,6 +9,7 @@ from flax import nnx
 
 from fp8kit.arguments import check, optional
 from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
 from fp8kit_jax.checks import RULES, size
@@ -110,7 +111,7 @@ class MultiHeadAttention(nnx.Module):
         if self.rotary or self.qk_norm_type is not None:
             packed = layers[-1]
             parts = [*layers[:-1], *(packed[..., i, :, :] for i in range(packed.shape[-3]))]
-            q, k = (small.changed(a, self._norm(own), self._turn(), self.first) for a, own in zip(parts, (self.q_norm, self.k_norm),
+            q, k = (normed_and_turned(a, self._norm(own), self._turn(), self.first) for a, own in zip(parts, (self.q_norm, self.k_norm),
                                                                                                strict=False))
             layers = [q, k, parts[2]]
         o = self.core(*layers, **given)
