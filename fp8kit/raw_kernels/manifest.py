@@ -199,12 +199,15 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
     operation: _use(line)
     for operation, line in {
         "amax": "amax.cu: amax_tensor, amax_tiles",
+        "amax_many": "amax.cu: amax_many",
         "scale_from_amax": "scales.cu: scale_from_amax",
         "update_delayed_": "scales.cu: update_delayed",
         "quantize": "quantize.cu: quantize_fp8; quantize_any.cu: quantize_any; amax.cu: amax_tensor, amax_tiles",
         "dequantize": "quantize.cu: dequantize_fp8; quantize_any.cu: dequantize_any",
         "quantize_transpose": "quantize.cu: quantize_transpose; amax.cu: column_sums",
+        "quantize_transpose_many": "quantize.cu: quantize_transpose_many",
         "block_quantize": "block.cu: block_quantize",
+        "block_quantize_many": "block.cu: block_quantize_many",
         "gemm": "gemm.cu: finish",
         "fp8_gemm": "gemm.cu: finish",
         "block_gemm": "gemm.cu: finish",
