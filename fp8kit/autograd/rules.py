@@ -46,6 +46,10 @@ class Block:
         if not self.parts:
             return {}
         ptr, owner = arrays.provider(device).alloc(self.size, device)
+        return self.at(ptr, device, owner)
+
+    def at(self, ptr: int, device: arrays.Device, owner: object) -> dict[str, ArrayView]:
+        """The buffers by name in memory that ``owner`` keeps."""
         return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
 
     def room(self, device: arrays.Device, stream: int) -> dict[str, ArrayView]:

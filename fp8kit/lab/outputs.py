@@ -1,6 +1,6 @@
 """What every operation of the kernel contract writes, and a look through its arguments: the contract's texts as a table.
 
-Arguments hold arrays in four ways: alone, in lists, in a ``Cast`` (or a list of them), in ``AttentionExtras``. ``walk`` goes through them all.
+Arguments hold arrays in four ways: alone, in lists, in a ``Cast`` or a list of those, in ``AttentionExtras``. ``walk`` goes through all.
 """
 
 from __future__ import annotations

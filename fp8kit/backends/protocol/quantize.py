@@ -54,7 +54,7 @@ class Quantization(Protocol):
         tensor, (1, N) per row. amax: float32, ceil(M / rows) * ceil(N / columns) elements."""
 
     def amax_many(self, xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int) -> None:
-        """amaxes[i] = max(amaxes[i], max|xs[i]|) for every tensor. xs: h, of any shape; amaxes: float32 [1], of which several may be one."""
+        """amaxes[i] = max(amaxes[i], max|xs[i]|) for every tensor. xs: h, of any shape; amaxes: float32 [1], which may repeat."""
 
     def scale_from_amax(
         self,
@@ -119,8 +119,8 @@ class Quantization(Protocol):
         """Bytes of ``quantize_transpose``'s workspace when it has a dbias."""
 
     def quantize_transpose_many(self, xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
-        """``quantize_transpose``, without a dbias, of every x into the cast at its place. Casts may share scale, scale_inv and amax: parts of
-        one weight, whose codes lie in one buffer."""
+        """``quantize_transpose``, without a dbias, of every x into the cast at its place. Casts may share scale, scale_inv and amax:
+        those of the parts of one weight, whose codes lie in one buffer."""
 
     def block_quantize(
         self,

@@ -98,7 +98,7 @@ def _quantize_many(tile: Tile, count: int) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         kinds = [HIGH_PRECISION[i % 3] for i in range(count)]
         xs = [sample(*SHAPES[i % len(SHAPES)], kind) for i, kind in enumerate(kinds)]
-        columns: list[list[Any]] = [[], [], [], []]
+        qs, scales, q_ts, scale_ts = columns = [], [], [], []  # type: tuple[list[Any], list[Any], list[Any], list[Any]]
         wants = []
         for i, (x, kind) in enumerate(zip(xs, kinds, strict=True)):
             both = [operand(np.ascontiguousarray(side), tile, E4M3, True, 0.0, kind.max) for side in (x, x.T)]
@@ -107,7 +107,7 @@ def _quantize_many(tile: Tile, count: int) -> Callable[[Kernels, Device], None]:
                 there = x.size and i % 5 != at
                 columns[2 * at].append(poisoned(codes.shape, uint8, device) if there else None)
                 columns[2 * at + 1].append(poisoned(layout.shape, float32, device) if there else None)
-        kernels.block_quantize_many([put(x, device) for x in xs], *columns, E4M3, tile, True, 0.0, 0)
+        kernels.block_quantize_many([put(x, device) for x in xs], qs, scales, q_ts, scale_ts, E4M3, tile, True, 0.0, 0)
         for i, both in enumerate(wants):
             for at, (codes, layout, _) in enumerate(both):
                 if columns[2 * at][i] is not None:

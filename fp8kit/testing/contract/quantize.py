@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec, formats
-from fp8kit.arrays import Device
+from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.protocol import Cast, Kernels
 from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
@@ -274,29 +274,31 @@ def _run_transposes(kernels: Kernels, device: Device, count: int) -> None:
     casts, wants = [], []
     for i, x in enumerate(xs):
         fmt, (m, n) = (E4M3, E5M2)[i // 3 % 2], (_pad16(k) for k in x.shape)
-        sides = [poisoned(shape, formats.uint8, device) if i % 7 != at else None for at, shape in enumerate(((m, n), (n, m)))]
+        side, turned = (poisoned(shape, formats.uint8, device) if i % 7 != at else None for at, shape in enumerate(((m, n), (n, m))))
         with np.errstate(over="ignore", invalid="ignore"):
             codes = np.zeros((m, n), np.uint8)
             codes[: x.shape[0], : x.shape[1]] = codec.encode(_float32(x) * scales[i], fmt)
         amax = put(np.zeros(1, np.float32), device) if i % 5 else None
-        casts.append(Cast(fmt, *sides, put(scales[i : i + 1], device), poisoned((1,), formats.float32, device), amax))
+        casts.append(Cast(fmt, side, turned, put(scales[i : i + 1], device), poisoned((1,), formats.float32, device), amax))
         wants.append((codes, _amax(x, _tile(WHOLE, x.shape))))
     q, q_t = poisoned((144, 48), formats.uint8, device), poisoned((48, 144), formats.uint8, device)
     shared = put(scale, device), poisoned((1,), formats.float32, device), put(np.zeros(1, np.float32), device)
     for start, rows in ((0, 32), (32, 80), (112, 32)):
         casts.append(Cast(E4M3, q.slice(0, start, rows), q_t.slice(1, start, rows), *shared))
     kernels.quantize_transpose_many([put(x, device) for x in (*xs, *parts)], casts, 0)
-    for i, ((codes, amax), cast) in enumerate(zip(wants, casts, strict=False)):
-        for name, side, want in (("q", cast.q, codes), ("q_t", cast.q_t, codes.T), ("amax", cast.amax, amax)):
-            if side is not None:
-                assert_same_bits(f"{name} of {i}", get(side), np.ascontiguousarray(want))
+    for i, ((codes, found), cast) in enumerate(zip(wants, casts, strict=False)):
+        sides: list[tuple[str, ArrayView | None, Array]] = [("q", cast.q, codes), ("q_t", cast.q_t, codes.T), ("amax", cast.amax, found)]
+        for name, made, right in sides:
+            if made is not None:
+                assert_same_bits(f"{name} of {i}", get(made), np.ascontiguousarray(right))
         assert_same_bits(f"scale_inv of {i}", get(cast.scale_inv), np.float32(1) / scales[i : i + 1])
     whole = np.concatenate(parts)
     with np.errstate(over="ignore", invalid="ignore"):
         codes = np.concatenate([codec.encode(_float32(whole) * scale, E4M3), np.zeros((12, 48), np.uint8)])
-    for name, got, want in (("q", q, codes), ("q_t", q_t, np.ascontiguousarray(codes.T)), ("scale_inv", shared[1], np.float32(1) / scale),
-                            ("amax", shared[2], _amax(whole, whole.shape))):  # fmt: skip
-        assert_same_bits(f"{name} of parts", get(got), want)
+    assert_same_bits("q of parts", get(q), codes)
+    assert_same_bits("q_t of parts", get(q_t), np.ascontiguousarray(codes.T))
+    assert_same_bits("scale_inv of parts", get(shared[1]), np.float32(1) / scale)
+    assert_same_bits("amax of parts", get(shared[2]), _amax(whole, _tile(WHOLE, whole.shape)))
 
 
 def _cases() -> Iterator[Case]:
