@@ -66,8 +66,7 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     if scale is None:
         factors = arrays.empty(grid, formats.float32, where)
         amax = arrays.zeros(grid, formats.float32, where)
-        values = rows if view.dtype is not formats.float64 else _narrowed(rows)
-        kernels.amax(values, amax, tile, stream)
+        kernels.amax(rows, amax, tile, stream)
         blocks = scaling not in ("tensor", "row")
         # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
         for_inf = min(view.dtype.max, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
@@ -365,12 +364,6 @@ def _numbers(scale: Any) -> np.ndarray[Any, Any]:
     except (TypeError, ValueError, OverflowError):  # nested unevenly
         pass
     raise FormatError(expected("quantize", "scale", shown(scale), "numbers, or an array of float32"))
-
-
-def _narrowed(rows: ArrayView) -> ArrayView:
-    """float64 as float32, by the array's own library; what overflows becomes Inf."""
-    with np.errstate(over="ignore"):
-        return arrays.as_view(arrays.provider(rows.device).native(rows).astype(np.float32))
 
 
 def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:
