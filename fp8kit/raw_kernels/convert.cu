@@ -11,7 +11,7 @@ template <typename Y, typename X> DEVICE void convert_to(const X* x, void* y, co
   if constexpr (sizeof(X) < 8) {
     if (unit == 8) {
       float v[8];
-      floats8(x + at.from, 8, true, v);
+      floats8<X>(x + at.from, 8, true, v);
       write8(to, 8, true, rounded8<Y>(v));
       return;
     }
