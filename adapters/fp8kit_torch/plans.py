@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.arrays import ArrayView, Device, Shape, contiguous_strides
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, apart, get_policy, policy_context, policy_from_text, traced_policy
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
@@ -207,6 +207,7 @@ def _place(device: torch.device) -> Device:
 class _Out(NamedTuple):
     name: str
     shape: Shape
+    strides: Shape
     dtype: torch.dtype
     kind: DType
     zero: bool
@@ -215,7 +216,7 @@ class _Out(NamedTuple):
 def _outs(metas: Mapping[str, Meta], slots: Mapping[str, int]) -> list[_Out]:
     """What is to be allocated; amaxes are not."""
     return [
-        _Out(name, meta.shape, dtype_of(meta.dtype), meta.dtype, meta.zero)
+        _Out(name, meta.shape, contiguous_strides(meta.shape), dtype_of(meta.dtype), meta.dtype, meta.zero)
         for name, meta in metas.items()
         if not (name.endswith("_amax") and name.removesuffix("_amax") in slots)
     ]
@@ -355,8 +356,13 @@ class Ready:
     def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE) -> tuple[list[Tensor], Any]:
         """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name."""
         made, views = [], {**amaxes} if amaxes else {}
-        for name, shape, dtype, kind, zero in outs:
-            tensor = into[name] if name in into else (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
+        for name, shape, strides, dtype, kind, zero in outs:
+            if name in into:
+                tensor = into[name]
+            else:  # ``empty`` is the slower one: it has more forms, among which its arguments choose
+                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+                if zero:
+                    tensor.zero_()
             made.append(tensor)
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, self.place, tensor)
         return made, views
