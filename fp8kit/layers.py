@@ -187,7 +187,8 @@ class Pass:
 class Passes(threading.local):
     """The pass that a door runs, thread by thread: ``running``, None outside of any."""
 
-    running: Any = None
+    def __init__(self) -> None:
+        self.running: Any = None
 
     @contextmanager
     def within(self, running: Pass) -> Iterator[None]:
