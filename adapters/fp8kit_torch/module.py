@@ -160,7 +160,8 @@ class TransformerEngineBaseModule(StatefulModule):
         fp8, states = self._fp8_of(recipe), self.fp8_meta if delayed else None
         if fp8_grad and tensors["x"].requires_grad and torch.is_grad_enabled():
             tensors["x"] = cast_gradient(tensors["x"], fp8, states, wiring.ticket)
-        tensors = tensors | (codes or {}) | (cached or {})
+        if codes or cached:
+            tensors = tensors | (codes or {}) | (cached or {})
         call = self._call(fp8, cached is not None, bias, options, tensors, delayed, fused, codes is not None)
         outputs = apply(call, list(tensors.values()), wiring, fused)
         if fp8_output:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.arrays import ArrayView, Device, Shape, contiguous_strides
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, apart, get_policy, policy_context, policy_from_text, traced_policy
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
@@ -207,6 +207,7 @@ def _place(device: torch.device) -> Device:
 class _Out(NamedTuple):
     name: str
     shape: Shape
+    strides: Shape
     dtype: torch.dtype
     kind: DType
     zero: bool
@@ -215,7 +216,7 @@ class _Out(NamedTuple):
 def _outs(metas: Mapping[str, Meta], slots: Mapping[str, int]) -> list[_Out]:
     """What is to be allocated; amaxes are not."""
     return [
-        _Out(name, meta.shape, dtype_of(meta.dtype), meta.dtype, meta.zero)
+        _Out(name, meta.shape, contiguous_strides(meta.shape), dtype_of(meta.dtype), meta.dtype, meta.zero)
         for name, meta in metas.items()
         if not (name.endswith("_amax") and name.removesuffix("_amax") in slots)
     ]
@@ -248,6 +249,7 @@ class Ready:
 
     def __init__(self, call: Call, kinds: list[tuple[Shape, DType]], needs: tuple[str, ...], device: torch.device, kernels: Any) -> None:
         self.operation, self.needs, self.device, self.place = call.operation, needs, device, _place(device)
+        self.guarded = device.type == "cuda" and torch.cuda.device_count() > 1  # an only device is always the current one
         self.eager = not call.policy  # compiled functions may be captured, and then account for all memory that they find allocated
         if call.gemms:
             products = [value for value in vars(call.spec).values() if isinstance(value, ProductSpec)]
@@ -268,6 +270,9 @@ class Ready:
         # (name, index, whether it is an output, shape, dtype) of what backward reads
         shapes = {name: (shape, kind) for name, shape, kind in self.inputs} | {out.name: (out.shape, out.kind) for out in self.outputs}
         self.kept = [(n, at[n] if n in at else made[n], n not in at, *shapes[n]) for n in signature.kept if n in at or n in made]
+        # of each wanted gradient: its place among those that are made, or the output whose cotangent it is
+        own = {out.name: i for i, out in enumerate(self.grads)}
+        self.answers = [(own.get(name), signature.grad_passes.get(name, "")) for name in needs]
         missing = [name for name in needs if name not in signature.grads and name not in signature.grad_passes]
         if missing:
             raise FormatError(expected(call.operation.name, missing[0], "a tensor that requires a gradient", "one that does not"))
@@ -278,7 +283,7 @@ class Ready:
 
     def forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
         """(outputs, amaxes, saved block). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them."""
-        if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
                 return self._forward(tensors, scales, amaxes)
         return self._forward(tensors, scales, amaxes)
@@ -288,7 +293,7 @@ class Ready:
         if amaxes is None and self.front:
             row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
             amaxes = amax_views(self.front, row, place)
-        views: Any = {**scales}
+        views: Any = scales.copy()
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr() or self._nowhere(name, tensor), shape, kind, place, tensor)
         outputs, filled = self._filled(self.outputs, amaxes)
@@ -314,7 +319,7 @@ class Ready:
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """(gradients of ``needs``, amaxes). ``kept`` and ``cotangents`` in the order of ``self.kept`` and ``self.names``; ``into``: where
         gradients by name go that have a place already."""
-        if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
                 return self._backward(kept, block, cotangents, scales, amaxes, into)
         return self._backward(kept, block, cotangents, scales, amaxes, into)
@@ -327,7 +332,7 @@ class Ready:
         if amaxes is None and self.back:
             row = torch.zeros(self.back_slots, dtype=torch.float32, device=device)
             amaxes = amax_views(self.back, row, place)
-        views: Any = {**scales}
+        views: Any = scales.copy()
         for (name, _, _, shape, kind), tensor in zip(self.kept, kept, strict=True):
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
         arrived: dict[str, Tensor] = {}
@@ -346,15 +351,18 @@ class Ready:
         stream = self.stream()
         scratch = self.back_scratch.room(place, device, stream, self.eager)
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
-        found = dict(zip([out.name for out in self.grads], made, strict=True))
-        passes = self.signature.grad_passes
-        return [found[name] if name in found else arrived.get(passes[name]) for name in self.needs], row
+        return [arrived.get(passed) if at is None else made[at] for at, passed in self.answers], row
 
     def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE) -> tuple[list[Tensor], Any]:
         """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name."""
         made, views = [], {**amaxes} if amaxes else {}
-        for name, shape, dtype, kind, zero in outs:
-            tensor = into[name] if name in into else (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
+        for name, shape, strides, dtype, kind, zero in outs:
+            if name in into:
+                tensor = into[name]
+            else:  # ``empty`` is the slower one: it has more forms, among which its arguments choose
+                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+                if zero:
+                    tensor.zero_()
             made.append(tensor)
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, self.place, tensor)
         return made, views
