@@ -167,9 +167,8 @@ class MultiheadAttention(Module):
         interleave = -2 if self._interleaved and not self._apart else -3
         wanted_grads: tuple[str, ...] = ()
         if options.get("inference_params") is not None and is_grad_enabled():
-            first = getattr(self, self._first)
-            if x.requires_grad or any(parameter.requires_grad for parameter in first.parameters()):
-                wanted_grads = tuple(names)[:1]
+            used = (x, *getattr(self, self._first).parameters())
+            wanted_grads = tuple(names)[:1] if any(tensor.requires_grad for tensor in used) else ()
         settled = core.settle(operation, layout, {name: stands[argument] for name, argument in names.items()},
                               {**options, "qkv_interleave_dim": interleave}, wanted_grads)
         turns = {} if rotary_pos_emb is None else self._turns(operation, stands, rotary_pos_emb, options)
