@@ -10,7 +10,8 @@ order of its ``ScalingState``: the state's own row, or one small tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -90,6 +91,19 @@ class Block:
         return {name: ArrayView(start + offset, shape, kind, device, owner) for name, offset, shape, kind in self.parts}
 
 
+class Stand(NamedTuple):
+    """What stands for a tensor that is not there yet."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
 class Call:
     """What is static about calling an operation.
 
@@ -98,7 +112,8 @@ class Call:
     keeps that of its forward pass, because its backward pass may run on another thread. ``text``: all this as a string (``texts``).
     """
 
-    __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "policy", "scaled", "spec", "text")
+    __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "policy", "rehearsed", "scaled",
+                 "spec", "text")
 
     def __init__(self, text: str) -> None:
         name, self.spec, self.names, self.gemms, self.scaled, policy = decode(text)
@@ -108,6 +123,7 @@ class Call:
         self.front, self.back = forward_slots(self.gemms), backward_slots(self.gemms)
         self.front_slots, self.back_slots = FORWARD_SLOTS * len(self.gemms), BACKWARD_SLOTS * len(self.gemms)
         self.plans: dict[Any, Ready] = {}
+        self.rehearsed: set[Any] = set()
 
     def metas(self, kinds: Sequence[tuple[Any, DType]]) -> dict[str, Meta | None]:
         """Inputs by name, from shapes and dtypes in order; the scales with them."""
@@ -134,12 +150,8 @@ class Call:
     def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...]) -> Ready:
         """The plan for these tensors; made once for their shapes and dtypes and the policy in force. Raises what ``infer`` raises, and
         BackendError when tensors live on different devices."""
-        device, operation = tensors[0].device, self.operation.name
-        for name, tensor in zip(self.names, tensors, strict=True):
-            if tensor.device != device:
-                raise BackendError(expected(operation, argument_of(operation, name, self.names), f"device {tensor.device}",
-                                            f"device {device}, as {argument_of(operation, self.names[0], self.names)}"))
-        return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, device)
+        self._want_one_device(tensors)
+        return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, tensors[0].device)
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
         """``ready`` for tensors of these shapes and dtypes on ``device``."""
@@ -150,14 +162,39 @@ class Call:
             kinds = [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
             if len(self.plans) >= _PLAN_LIMIT:
                 self.plans.clear()
-            try:
+            with self._in_the_users_words():
                 found = self.plans[key] = Ready(self, kinds, needs, device, kernels)
-            except (ShapeError, FormatError) as error:
-                argument = str(error).split(": ", 2)[1:2]
-                if not argument or argument[0] not in self.names:
-                    raise
-                raise renamed(error, self.operation.name, argument_of(self.operation.name, argument[0], self.names)) from None
         return found
+
+    def rehearse(self, tensors: Sequence[Tensor | Stand], needs: tuple[str, ...] = ()) -> None:
+        """Refuse what ``ready`` would refuse of these inputs' shapes, dtypes and devices, and make no plan: what a layer asks before its
+        first operation about those that follow. What was found right is remembered."""
+        self._want_one_device(tensors)
+        key = (needs, *[(t.shape, t.dtype) for t in tensors])
+        if key not in self.rehearsed:
+            with self._in_the_users_words():
+                self.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs)
+            if len(self.rehearsed) >= _PLAN_LIMIT:
+                self.rehearsed.clear()
+            self.rehearsed.add(key)
+
+    def _want_one_device(self, tensors: Sequence[Tensor | Stand]) -> None:
+        device, operation = tensors[0].device, self.operation.name
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if tensor.device != device:
+                raise BackendError(expected(operation, argument_of(operation, name, self.names), f"device {tensor.device}",
+                                            f"device {device}, as {argument_of(operation, self.names[0], self.names)}"))
+
+    @contextmanager
+    def _in_the_users_words(self) -> Iterator[None]:
+        """Within, refusals of ``infer`` call the inputs as the user does."""
+        try:
+            yield
+        except (ShapeError, FormatError) as error:
+            argument = str(error).split(": ", 2)[1:2]
+            if not argument or argument[0] not in self.names:
+                raise
+            raise renamed(error, self.operation.name, argument_of(self.operation.name, argument[0], self.names)) from None
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy. BackendError where that is not what the caller's task has in force."""
