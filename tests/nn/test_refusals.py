@@ -11,7 +11,7 @@ from fp8kit import arrays, nn
 from fp8kit.autograd import Tensor, tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.nn.fp8 import Fp8Module
-from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S
+from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
 from tests.nn.test_layers import draw
 
 RENAMED = {"attn_mask_type": "self_attn_mask_type"}
@@ -119,7 +119,7 @@ def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
     wrong = []
     for when in ("before the first step", "after it"):
         before = state_of(module)
-        for name, bad in table.items():
+        for name, bad in refused(table, device).items():
             options = {argument: placed(value, device) for argument, value in (good | bad).items()}
             cached, ran[:] = cache_of(options.get("inference_params")), []
             try:

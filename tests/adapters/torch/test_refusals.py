@@ -12,7 +12,7 @@ from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit.errors import Fp8kitError
 from fp8kit.recipe import DelayedScaling
 from tests.adapters.torch.test_junk import state_of
-from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S
+from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
 from tests.nn.test_layers import draw
 from tests.nn.test_refusals import PACKED_LAYER, PACKED_MHA, RENAMED, STARTS, TWINS, renamed
 
@@ -95,7 +95,7 @@ def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
     wrong = []
     for when in ("before the first step", "after it"):
         before = whole_state(module)
-        for name, bad in table.items():
+        for name, bad in refused(table, device).items():
             options = {argument: placed(value, device) for argument, value in (good | bad).items()}
             cached, ran[:] = state_of(options.get("inference_params")), []
             try:
