@@ -13,7 +13,8 @@ TOKENS = 11
 
 # Cases whose fault lies in the values of running sums: these are read where they lie in the host's memory. A GPU's are not waited for:
 # there wrong ones give numbers without meaning, and stay within bounds.
-IN_VALUES = ("sums that fall", "sums of more tokens", "a sequence that is too long", "starts without room", "sequences longer than the angles")
+IN_VALUES = ("sums that fall", "sums of more tokens", "a sequence that is too long", "starts without room",
+             "starts that are no running sums", "sequences longer than the angles")
 
 
 def refused(table, device):
