@@ -196,7 +196,7 @@ def rehearse(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | Arra
     """Refuse what ``apply`` would refuse of these inputs, and run nothing: what a layer asks before its first operation about those that
     follow. Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``: names of those whose
     gradient will be wanted, where that matters; ``implied``: further inputs that always are as ``spec`` wants them. What was found right is
-    remembered by shapes, dtypes and devices.
+    remembered by shapes, dtypes and devices. Raises ShapeError, FormatError and BackendError, as ``apply`` does.
     """
     views: dict[str, ArrayView] = {}
     for name, value in inputs.items():
