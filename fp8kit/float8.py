@@ -237,7 +237,8 @@ class Float8Tensor:
 
     def __getitem__(self, index: int | slice) -> Float8Tensor:
         """Part of the first dimension: an index, or a slice without a step. Blocks of scales are not cut: ShapeError."""
-        if self._flipped or not self.ndim or not isinstance(index, int | np.integer | slice) or self.scaling not in ("tensor", "row"):
+        whole = isinstance(index, int | np.integer) and not isinstance(index, np.timedelta64)  # which NumPy calls an integer
+        if self._flipped or not self.ndim or not (whole or isinstance(index, slice)) or self.scaling not in ("tensor", "row"):
             got = f"{index!r} of shape {self.shape}{', transposed' if self._flipped else ''}, scaling {self.scaling!r}"
             raise ShapeError(expected("Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'))
         count = self.shape[0]
