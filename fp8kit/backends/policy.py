@@ -185,7 +185,8 @@ def policy_from_text(text: str) -> SelectionPolicy:
 
 
 class _Thread(threading.local):
-    policy: SelectionPolicy | None = None  # of the innermost block that was entered outside of asyncio's tasks
+    def __init__(self) -> None:  # in each thread; Dynamo (2.11) takes a default that stands in the class for the value
+        self.policy: SelectionPolicy | None = None  # of the innermost block that was entered outside of asyncio's tasks
 
 
 _CURRENT: ContextVar[SelectionPolicy | None] = ContextVar("fp8kit_policy", default=None)  # of the innermost block

@@ -149,7 +149,7 @@ def _print_resources(found: Found, arch: str) -> None:
     for part in found.parts:
         for defines in part.entry.variants:
             kernel = part.compiled(defines, arch)
-            rows += [(f"{part.entry.name}:{function}", sources.said(defines), *_resources(kernel.resources[function]))
+            rows += [(f"{part.entry.name}:{function}", sources.said(defines), *_resources(kernel.resources.get(function)))
                      for function in part.functions]
             for line in kernel.log.splitlines():
                 if "warning" in line.lower():

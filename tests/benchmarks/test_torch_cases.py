@@ -45,7 +45,6 @@ def same(one, other):
     return all(np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")  # torch's, in its backward thread
 @devices
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 @pytest.mark.parametrize("kind", list(torch_plain.PLAIN))

@@ -37,7 +37,7 @@ JUNK = [
     None, "word", b"bytes", -1, 0, 1.5, -0.5, float("nan"), float("inf"), 2**70, -(2**70), True, (), [], {}, object(), np.float64(0.5),
     np.int64(3), 1j, np.zeros((2, 3), np.float32), np.zeros(0, np.float32), np.array(["a"]), np.zeros((2, 2), complex), [1, "a"],
     ["a", "b"], (1, 2, 3), {"a": 1}, {1: 2}, {"x": object()}, np.float32, "", "E4M3", np.ones((3, 4), np.float16),
-    np.timedelta64(1), np.array(1.0, np.float32), np.zeros(3, [("a", "f4"), ("b", "i4")]), np.ones((3, 4), ">f4"), Capsule((1, 0)),
+    np.timedelta64(1, "s"), np.array(1.0, np.float32), np.zeros(3, [("a", "f4"), ("b", "i4")]), np.ones((3, 4), ">f4"), Capsule((1, 0)),
     Capsule(None), Interface(), np.broadcast_to(np.float32(1), (2**40, 4)), torch.zeros(3, 4, device="meta"), "cuda:99",
 ]  # fmt: skip
 X = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)

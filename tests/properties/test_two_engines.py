@@ -57,7 +57,12 @@ def test_casts(shape, dtype, fmt, saturate, seed, stochastic, scaling):
     if found is None:
         return
     for what, cpu, gpu in zip(("codes", "scale_inv", "values"), *found, strict=True):
-        assert_same_bits(what, host(gpu), host(cpu))
+        assert_same_bits(what, one_nan(host(gpu)), one_nan(host(cpu)))
+
+
+def one_nan(a):
+    """The array with one bit pattern for NaN: a GPU's arithmetic gives 0x7fffffff, a CPU's keeps the operand's sign and payload."""
+    return a if a.dtype.itemsize == 1 else np.where(np.isnan(a), a.dtype.type(np.nan), a)
 
 
 LAYERS = {

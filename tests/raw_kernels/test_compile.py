@@ -112,3 +112,11 @@ def test_architectures(capability: tuple[int, int], arch: str) -> None:
 def test_too_old_a_device_is_refused() -> None:
     with pytest.raises(BackendError, match=r"got compute capability 8\.0, expected at least 8\.9"):
         arch_of((8, 0))
+
+
+def test_an_empty_log_leaves_pythons_own_bytes_alone() -> None:
+    def fill(out: bytes) -> None:
+        raise AssertionError(out)  # NVRTC would write its zero into the only b" " there is
+
+    assert kernel_compiler._text(1, fill) == ""
+    assert kernel_compiler._text(3, lambda out: None) == "   "

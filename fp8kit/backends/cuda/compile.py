@@ -22,8 +22,9 @@ from fp8kit import settings
 from fp8kit.errors import BackendError, expected
 from fp8kit.raw_kernels import manifest
 
-# -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not changed by it.
-OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=true", "--ptxas-options=-v")
+# -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not changed by it. -no-cache: beside
+# a driver NVRTC keeps what it compiled, and what it takes from there it gives without the log that says what the functions use.
+OPTIONS = ("-std=c++17", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-fmad=true", "-no-cache", "--ptxas-options=-v")
 _LOWEST = 89
 _SPECIFIC = 90  # from here on the architecture-specific ("a") target is taken
 
@@ -160,6 +161,10 @@ def _compile(name: str, defines: manifest.Defines, arch: str, unit: manifest.Uni
 
 
 def _text(size: int, fill: Any) -> str:
+    """A text of ``size`` bytes, its end (a zero byte) counted, that ``fill`` writes into a bytes object. One of a single byte is never
+    handed out: CPython has each only once, and writing into it would change it everywhere."""
+    if size <= 1:
+        return ""
     out = b" " * size
     fill(out)
     return out.rstrip(b"\0").decode(errors="replace")

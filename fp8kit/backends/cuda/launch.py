@@ -79,7 +79,8 @@ _thread = threading.local()
 
 
 class Kernel:
-    """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes, ``resources`` what it uses.
+    """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes, ``resources`` what it uses (None
+    where the compiler did not say).
 
     ``pack(memory, 0, grid x, y, z, block x, y, z, shared, stream, *arguments)`` writes what a launch reads; a structure by value, which
     comes last, at a multiple of 16 bytes: ``table`` is 1 where the arguments begin at the second slot for that.
@@ -87,7 +88,7 @@ class Kernel:
 
     __slots__ = ("device", "handle", "name", "pack", "packers", "parameters", "raw", "resources", "shared_limit", "table")
 
-    def __init__(self, name: str, device: int, raw: Any, parameters: str, resources: kernel_compiler.Resources) -> None:
+    def __init__(self, name: str, device: int, raw: Any, parameters: str, resources: kernel_compiler.Resources | None) -> None:
         self.name = name
         self.device = device
         self.raw = raw
@@ -179,7 +180,7 @@ def load(entry: manifest.Source, function: str, device_index: int, defines: mani
         raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
     with _LOADING, current_device(device_index):
         module, resources = _module(entry.name, defines, device_index, unit)
-        return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources[function])
+        return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources.get(function))
 
 
 @functools.cache

@@ -104,6 +104,12 @@ def _run_amax_specials(kernels: Kernels, device: Device, dtype: DType) -> None:
     assert_same_bits("amax", get(found), np.array([0, np.inf, 2.0**-14, 0], np.float32))
 
 
+def _run_amax_tiny(kernels: Kernels, device: Device) -> None:
+    found = put(np.zeros(4, np.float32), device)
+    kernels.amax(put(np.array([[1e-46], [-1e-45], [1e-40], [1e300]]), device), found, (1, 1), 0)
+    assert_same_bits("amax", get(found), np.array([0, 2.0**-149, 1e-40, np.inf], np.float32))
+
+
 def _run_amax_many(kernels: Kernels, device: Device, count: int) -> None:
     """Tensors of all types in one call; the last three share a running maximum."""
     shapes = ((1,), (33, 65), (5, 1000), (20000,), (0, 8), (3, 4, 5))
@@ -313,6 +319,7 @@ def _cases() -> Iterator[Case]:
         for name, tile in tilings.items():
             yield case("amax", f"{dtype.name}-{name}", _run_amax, dtype, (130, 300), tile)
         yield case("amax", f"{dtype.name}-specials", _run_amax_specials, dtype)
+    yield case("amax", "float64-tiny", _run_amax_tiny)
     for count in (3, 300):
         yield case("amax_many", str(count), _run_amax_many, count)
     for count in (1, 210):
