@@ -162,14 +162,17 @@ class Fp8Module(Module):
             form = self._form = WeightForm(self)
         if training:
             form.wanted, form.idle = fp8, 0
-        cached = None
+        written = cached = None
         if is_first_microbatch is not None or form.written is not None:
             written = form.find(fp8, inputs, self.fp8_meta.get("scaling_fwd"))
             cached = self._fp8_weights(written, fp8, is_first_microbatch, bias, scales, given)
         recompute.keep(self, scales, cached)
         inputs = inputs if cached is None else inputs | cached
         spec = self._spec(fp8, cached is not None, bias, options)
-        return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
+        out = apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
+        if given and written is not None and is_first_microbatch is None:  # only now: a call that is refused records nothing
+            written.record()
+        return out
 
     def _run_again(self, kept: Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
                    options: dict[str, Any]) -> dict[str, Tensor]:
@@ -247,10 +250,10 @@ class Fp8Module(Module):
         if written is None:
             cache = self._weights = _WeightCache(fp8, self._cast_weights(fp8, bias, scales, given))
             return dict(cache.arrays)
-        if given and written.state is not None:
-            written.state.pend(written.amaxes)
         if first is not None:
             self._weights = _WeightCache(fp8, written.arrays)
+            if given:
+                written.record()
         return dict(written.arrays)
 
     def _cast_weights(self, fp8: Fp8, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]) -> dict[str, ArrayView]:

@@ -68,6 +68,11 @@ class Written(NamedTuple):
     generation: int
     era: object
 
+    def record(self) -> None:
+        """The amaxes enter the history, as when the weights are cast."""
+        if self.state is not None:
+            self.state.pend(self.amaxes)
+
 
 class _Lease:
     """The owner of a form's arrays: it lives as long as anybody has one of them."""
@@ -94,6 +99,23 @@ class _Plan(NamedTuple):
     products: list[Product]
     made: list[tuple[str, ...]]  # of each product, names of its arrays
     block: Block
+
+
+class _Ready(NamedTuple):
+    """Room for a layer's FP8 weights, by name, and with delayed scaling the state whose scales cast them."""
+
+    plan: _Plan
+    made: dict[str, ArrayView]
+    state: ScalingState | None
+
+    def jobs(self, inputs: dict[str, ArrayView]) -> list[WeightJob]:
+        """The casts of the weights ``inputs``."""
+        if self.state is not None:
+            prefixes = [product.spec.prefix for product in self.plan.products]
+            slots = forward_slots(prefixes)
+            inputs = inputs | {f"{prefix}w_scale": self.state.scales[slots[f"{prefix}w"]] for prefix in prefixes}
+        return [WeightJob(product, inputs, {name: self.made[name] for name in names})
+                for product, names in zip(self.plan.products, self.plan.made, strict=True)]
 
 
 class WeightForm:
@@ -134,42 +156,37 @@ class WeightForm:
     @classmethod
     def renewing(cls, several: Sequence[WeightForm]) -> Callable[[], None]:
         """As ``Derived.renewing``: one call of the engine for all forms of a device that cast alike."""
-        groups: dict[tuple[Device, int, type[Product]], list[tuple[WeightForm, _Plan, dict[str, ArrayView]]]] = {}
+        groups: dict[tuple[Device, int, type[Product]], list[tuple[WeightForm, _Ready]]] = {}
         for form in several:
             ready = form._prepare()
             if ready is not None:
-                plan, views = ready
-                key = (next(iter(views.values())).device, id(plan.fp8), type(plan.products[0]))
-                groups.setdefault(key, []).append((form, plan, views))
-        numbers = [arrays.zeros((3, sum(len(plan.products) for _, plan, _ in group)), float32, device)
+                key = (next(iter(ready.made.values())).device, id(ready.plan.fp8), type(ready.plan.products[0]))
+                groups.setdefault(key, []).append((form, ready))
+        numbers = [arrays.zeros((3, sum(len(ready.plan.products) for _, ready in group)), float32, device)
                    for (device, *_), group in groups.items()]
 
         def write() -> None:
             for ((device, _, kind), group), room in zip(groups.items(), numbers, strict=True):
+                amaxes = room.reshape(room.size)
                 jobs: list[WeightJob] = []
                 written = []
-                for form, plan, views in group:
-                    written.append(form._written_by(plan, views, [room.reshape(room.size).slice(0, len(jobs) + i, 1)
-                                                                  for i in range(len(plan.products))]))
-                    jobs += form._jobs(plan, written[-1])
+                for form, ready in group:
+                    own = [amaxes.slice(0, len(jobs) + i, 1) for i in range(len(ready.plan.products))]
+                    written.append(form._written_by(ready, own))
+                    jobs += ready.jobs(_views(form._weights))
                 kind.cast_weights(dispatch.kernels(device), jobs, room, arrays.current_stream(device))
-                for (form, *_), one in zip(group, written, strict=True):
+                for (form, _), one in zip(group, written, strict=True):
                     form.written = one
 
         return write
 
-    def _prepare(self) -> tuple[_Plan, dict[str, ArrayView]] | None:
+    def _prepare(self) -> _Ready | None:
         """Room for the weights as they are wanted; None where they are not."""
-        layer, fp8 = self._layer(), self.wanted
         self.written = None
         self.idle += 1
-        if layer is None or fp8 is None or self.idle > _IDLE or captured.capturing():
+        plan, state = self._planned()
+        if plan is None:
             self._room = None
-            return None
-        plan = self._plan
-        if plan is None or plan.fp8 is not fp8:
-            plan = self._plan = _planned(layer, fp8, self._weights)
-        if not all(product.casts_together(_views(self._weights)) for product in plan.products):
             return None
         device = next(iter(self._weights.values())).device
         room = self._room
@@ -179,26 +196,31 @@ class WeightForm:
             ptr, owner = room.ptr, room.owner
         lease = _Lease(owner)
         self._room = _Room(plan.block.size, ptr, owner, weakref.ref(lease))
-        return plan, plan.block.at(ptr, device, lease)
+        return _Ready(plan, plan.block.at(ptr, device, lease), state)
 
-    def _written_by(self, plan: _Plan, views: dict[str, ArrayView], amaxes: list[ArrayView]) -> Written:
+    def _planned(self) -> tuple[_Plan | None, ScalingState | None]:
+        """How to cast what is wanted, and with delayed scaling the state whose scales to take; no plan where nothing can be written."""
+        layer, fp8 = self._layer(), self.wanted
+        if layer is None or fp8 is None or self.idle > _IDLE or captured.capturing():
+            return None, None
+        delayed, state = fp8.w.source == "scale", layer.fp8_meta.get("scaling_fwd")
+        if delayed and state is None:  # it was taken away, by a checkpoint without one
+            return None, None
+        plan = self._plan
+        if plan is None or plan.fp8 is not fp8:
+            plan = self._plan = _planned(layer, fp8, self._weights)
+        together = all(product.casts_together(_views(self._weights)) for product in plan.products)
+        return plan if together else None, state if delayed else None
+
+    def _written_by(self, ready: _Ready, amaxes: list[ArrayView]) -> Written:
         """What will have been written, of the weights as they are now."""
-        layer = self._layer()
-        assert layer is not None
         sources = [_Source(name, weight, weight.view, weight.version(), weight.version().count) for name, weight in self._weights.items()]
-        if plan.fp8.w.source != "scale":
-            return Written(views, {}, plan.fp8, sources, None, 0, captured.era())
-        state, slots = layer.fp8_meta["scaling_fwd"], forward_slots(layer.gemms)
-        found = {slots[f"{prefix}w"]: amax for prefix, amax in zip(layer.gemms, amaxes, strict=True)}
-        return Written(views, found, plan.fp8, sources, state, state.generation, captured.era())
-
-    def _jobs(self, plan: _Plan, written: Written) -> list[WeightJob]:
-        inputs = _views(self._weights)
-        if written.state is not None:
-            prefixes = [product.spec.prefix for product in plan.products]
-            inputs |= {f"{prefix}w_scale": written.state.scales[slot] for prefix, slot in zip(prefixes, written.amaxes, strict=True)}
-        return [WeightJob(product, inputs, {name: written.arrays[name] for name in names})
-                for product, names in zip(plan.products, plan.made, strict=True)]
+        state, found = ready.state, {}
+        if state is not None:
+            prefixes = [product.spec.prefix for product in ready.plan.products]
+            slots = forward_slots(prefixes)
+            found = {slots[f"{prefix}w"]: amax for prefix, amax in zip(prefixes, amaxes, strict=True)}
+        return Written(ready.made, found, ready.plan.fp8, sources, state, 0 if state is None else state.generation, captured.era())
 
 
 def _views(weights: Mapping[str, Tensor]) -> dict[str, ArrayView]:

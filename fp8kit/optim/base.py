@@ -111,10 +111,10 @@ class Optimizer:
     ``write_fp8_weights``: after its update, a step also casts the weights of the layers that have run under ``autocast``, as the next
     forward pass would: all in a few launches, and once for all micro-batches where scaling is not delayed. That pass then casts no weight;
     the bits are the same. Where a weight, its scale or the recipe has changed since, it casts as ever. It is off unless asked for, for two
-    reasons: what is written into a weight through ``data``, ``numpy()`` or DLPack no count sees, so that between a step and a forward pass
-    weights must be changed by ``copy_`` and its like; and the codes, two bytes for each element, lie in memory from step to step. Without
-    FP8 it costs nothing. Not written are: what a captured graph (``fp8kit.graph``) uses; in block scaling, weights in parts that do not lie
-    side by side (those of a layer that was copied).
+    reasons: what is written into a weight through ``data``, ``numpy()`` or DLPack, or into the arrays of a ``state_dict()``, no count sees,
+    so that between a step and a forward pass weights must be changed by ``copy_`` and its like; and the codes, two bytes for each element,
+    lie in memory from step to step. Without FP8 it costs nothing. Not written are: what a captured graph (``fp8kit.graph``) uses; in block
+    scaling, weights in parts that do not lie side by side (those of a layer that was copied).
 
     Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside their range, ShapeError for a
     ``grad`` that was set to an array of another shape, dtype or device.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fp8kit import arrays, captured, nn
 from fp8kit.autograd import Tensor, no_grad
 from fp8kit.autograd.derived import renewing
 from fp8kit.backends import dispatch
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import Fp8kitError, ShapeError
 from fp8kit.nn.weight_forms import WeightForm
 from fp8kit.optim import SGD, AdamW, GradScaler
 from fp8kit.testing import assert_same_bits
@@ -278,6 +279,119 @@ def test_other_passes_in_between(same, name):
     assert same(story) > 3 * 9
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_state_taken_away_before_the_step(same, name):
+    """A checkpoint without FP8 state is loaded between backward and the step: there are no scales to cast by."""
+
+    def story(world):
+        plain = {n: v.numpy().copy() for n, v in world.net.state_dict().items()}
+        for _ in range(2):
+            world.step(RECIPES[name])
+            world.backward(world.forward(RECIPES[name]))
+            world.net.load_state_dict(plain)
+            world.update()
+            world.step(RECIPES[name])
+
+    assert same(story) == 3 * (3 if name == "delayed" else 5)
+
+
+def test_a_call_that_is_refused_records_nothing(same):
+    def story(world):
+        for _ in range(3):
+            world.step()
+            with fk.autocast(recipe=DELAYED), pytest.raises(ShapeError):
+                world.net.out(np.ones((4, H + 16), np.float32))
+            world.note()
+            world.step()
+
+    assert same(story) > 0
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_two_optimisers_of_one_layer(same, name):
+    """One writes, one does not; one that steps last leaves nothing that holds, one that steps first is written over."""
+
+    def story(world):
+        weights = dict(world.net.named_parameters())
+        of_key = weights.pop("qkv.key_weight")
+        of_fc2 = weights.pop("mlp.fc2_weight")
+        world.opt = AdamW(weights.values(), lr=1e-2, write_fp8_weights=world.write)
+        other, writing = SGD([of_key], lr=1e-2), SGD([of_fc2], lr=1e-2, write_fp8_weights=world.write)
+        for _ in range(10):
+            world.backward(world.forward(RECIPES[name]))
+            for opt in (world.opt, other, writing):
+                opt.step()
+                opt.zero_grad()
+            world.note()
+
+    assert same(story) == 2 * 9
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_weights_that_are_not_trained(same, name):
+    """Nothing changes them: with current scaling what was written of them holds for good."""
+
+    def story(world):
+        for step in range(8):
+            world.net.out.weight.requires_grad = step in (0, 1, 2)
+            world.step(RECIPES[name])
+        world.net.out.weight.requires_grad = True
+        world.step(RECIPES[name])
+
+    assert same(story) == 2 * 8 + (3 if name == "delayed" else 8)
+
+
+def test_equal_recipes_are_one(same):
+    def story(world):
+        for _ in range(6):
+            world.step(fk.recipe.DelayedScaling(amax_history_len=4))
+        for length in (2, 6):
+            world.step(fk.recipe.DelayedScaling(amax_history_len=length))
+
+    assert same(story) == 3 * 5  # the history's length is a part of the recipe: a step by another one casts
+
+
+def test_threads(same):
+    """Every call in a thread of its own."""
+
+    def story(world):
+        def own(call, *given):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(call, *given).result()
+
+        def forward():
+            with fk.deterministic(True):
+                return world.forward()
+
+        for _ in range(6):
+            y = own(forward)
+            own(world.backward, y)
+            own(world.update)
+
+    assert same(story) == 3 * 5
+
+
+def test_a_step_that_fails(same, device, monkeypatch):
+    """It leaves nothing that holds, whatever it has done to the weights."""
+
+    def failing(*given):
+        raise MemoryError
+
+    def story(world):
+        kernels = dispatch.kernels(world.net.out.weight.device)
+        for _ in range(2):
+            world.step()
+            world.backward(world.forward())
+            with monkeypatch.context() as patched:
+                patched.setattr(kernels, "adamw_", failing)
+                with pytest.raises(MemoryError):
+                    world.opt.step()
+            world.note()
+            world.step()
+
+    assert same(story) == 3 * 3
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_a_backward_pass_after_the_step(same, name):
     """It goes back through the weights as they were: what it needs is not written over."""
@@ -332,6 +446,10 @@ def test_memory_is_used_again(device):
     for _ in range(4):
         world.step()
         places.add(world.net.out._form.written.arrays["w_q"].ptr)
+    y = world.forward()
+    world.backward(y)
+    world.update()  # what came out of the pass does not keep what it was computed from
+    places.add(world.net.out._form.written.arrays["w_q"].ptr)
     assert len(places) == 1
     y = world.forward()
     codes = world.net.out._form.written.arrays["w_q"]
