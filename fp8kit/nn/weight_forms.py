@@ -138,13 +138,16 @@ class WeightForm:
     def find(self, fp8: Fp8, inputs: Mapping[str, Any], state: ScalingState | None) -> Written | None:
         """What was written, if it is what casting ``inputs``' weights by ``fp8``, with delayed scaling by ``state``, would give now."""
         written = self.written
-        if written is None or written.fp8 is not fp8 or written.era is not captured.era() or captured.capturing():
-            return None
-        if written.state is not None and (written.state is not state or written.generation != state.generation):
+        if written is None or captured.capturing():
             return None
         for name, weight, view, version, changes in written.sources:
             if inputs.get(name) is not weight or weight.view is not view or weight.version() is not version or version.count != changes:
+                self.clear()  # whoever changed it writes no form: none is kept
                 return None
+        if written.fp8 is not fp8 or written.era is not captured.era():
+            return None
+        if written.state is not None and (written.state is not state or written.generation != state.generation):
+            return None
         return written
 
     def clear(self) -> None:

@@ -200,7 +200,7 @@ def test_weights_changed_in_between(same):
     def story(world):
         changes = [
             lambda p: p.copy_(world.draw().numpy()[:1].repeat(p.shape[0], 0)[:, : p.shape[1]].copy()),
-            lambda p: p.add_(np.ones(p.shape, p.dtype.numpy)),
+            lambda p: p.add_(fk.tensor(np.ones(p.shape, p.dtype.numpy), device=world.device)),
             lambda p: p.zero_(),
             lambda p: p.detach().copy_(np.full(p.shape, 0.125, p.dtype.numpy)),
         ]
@@ -300,7 +300,7 @@ def test_a_call_that_is_refused_records_nothing(same):
         for _ in range(3):
             world.step()
             with fk.autocast(recipe=DELAYED), pytest.raises(ShapeError):
-                world.net.out(np.ones((4, H + 16), np.float32))
+                world.net.out(fk.tensor(np.ones((4, H), np.float32), dtype=world.dtype, device=world.device))
             world.note()
             world.step()
 
@@ -424,6 +424,19 @@ def test_recomputation(same, name):
     assert same(story) == 3 * 7
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_recomputation_within_a_layer(same, name):
+    """Backward casts the weight of the second product once more, or reads what was written."""
+
+    def story(world):
+        world.net.mlp = nn.LayerNormMLP(H, 48, checkpoint=True, params_dtype=world.dtype, device=world.device)
+        world.opt = AdamW(world.net.parameters(), lr=1e-2, write_fp8_weights=world.write)
+        for _ in range(5):
+            world.step(RECIPES[name])
+
+    assert same(story) == 3 * 4
+
+
 def test_no_form_lives_through_a_graph(same):
     """While one is captured none is used and none is written; after a replay none holds."""
 
@@ -525,3 +538,17 @@ def test_what_is_not_used_is_given_up(device):
         assert (form.written is None) == (i > 1)
     world.step()
     assert form.written is not None
+
+
+def test_what_others_change_is_given_up(device):
+    """An optimiser that writes nothing goes on with the weights."""
+    world = World(device, True)
+    for _ in range(2):
+        world.step()
+    form = world.net.out._form
+    assert form.written is not None
+    world.opt = AdamW(world.net.parameters(), lr=1e-2)
+    for _ in range(2):
+        world.step()
+    assert form.written is None
+    assert form._room is None
