@@ -226,11 +226,11 @@ def _passed(value: Tensor | ArrayView | None, view: ArrayView | None) -> Tensor:
 
 
 def _renamed(error: ShapeError | FormatError, operation: str, inputs: Mapping[str, Any], owner: object) -> ShapeError | FormatError:
-    """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input."""
+    """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input, be it there or missing."""
     start, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
-    if start != operation or argument not in inputs:
+    if start != operation or (argument not in inputs and not rest.startswith("got None")):
         return error
-    return type(error)(f"{operation}: {name_in(owner, argument, inputs[argument])}: {rest}")
+    return type(error)(f"{operation}: {name_in(owner, argument, inputs.get(argument))}: {rest}")
 
 
 def _tell(unrecorded: tape.Probe, name: str, inputs: Mapping[str, Any], owner: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fp8kit_torch.module import TransformerEngineBaseModule
 
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import Fp8kitError, ShapeError
 from fp8kit.recipe import DelayedScaling
 from tests.adapters.torch.test_junk import state_of
 from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
@@ -158,3 +158,10 @@ def test_dropout_is_refused_before_it_draws(device):
             call()
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1] is None or torch.equal(before[1], torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize(("options", "argument"), [({"attn_mask_type": "arbitrary"}, "attention_mask"),
+                                                   ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias")])
+def test_what_is_missing_has_the_users_name(options, argument):
+    with pytest.raises(ShapeError, match=f"MultiheadAttention: {argument}: got None, expected"):
+        ft.MultiheadAttention(32, 4, device="cpu")(torch.zeros(5, 2, 32), **options)
