@@ -65,7 +65,8 @@ def attention(**options):
 
 
 def layer(**options):
-    return fn.TransformerLayer(H, FFN, HEADS, rngs=nnx.Rngs(3), attention_dropout=0.1, hidden_dropout=0.1, attn_mask_type="causal", **options)
+    dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+    return fn.TransformerLayer(H, FFN, HEADS, rngs=nnx.Rngs(3), attn_mask_type="causal", **dropout, **options)
 
 
 CASES = {
