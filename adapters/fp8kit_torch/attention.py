@@ -162,6 +162,9 @@ class MultiheadAttention(torch.nn.Module):
             return Ahead(None, source, None)
         if source is not None:
             self._want_source(operation, x, source)
+        for child in (getattr(self, self._first), self.key_value, self.proj):
+            if child is not None:
+                child.want_main_grads(autocast_dtype(x) or x.dtype)
         with on_behalf_of(operation, **names):
             return self._settled(x, source, options, rotary_pos_emb)
 

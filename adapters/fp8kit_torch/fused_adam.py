@@ -158,8 +158,7 @@ class FusedAdam(Fused):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            taking = self.taking(group)
+        for group, taking in self.all_taking():
             if not self.capturable and group["params"]:
                 group["step"] = group.get("step", 0) + 1
             for device, entries in taking.items():

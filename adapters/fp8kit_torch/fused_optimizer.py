@@ -99,6 +99,12 @@ class Fused(torch.optim.Optimizer):
                 elif grad is not None:
                     setattr(param, self.grad_name, None)
 
+    def all_taking(self) -> list[tuple[dict[str, Any], dict[torch.device, list[Entry]]]]:
+        """(group, ``taking`` of it), of all groups. Fp8kitError kinds for what any of them cannot take a step with: before one does."""
+        for group in self.param_groups:
+            check(f"{type(self).__name__}.step", OPTIMISED, group)
+        return [(group, self.taking(group)) for group in self.param_groups]
+
     def taking(self, group: Mapping[str, Any]) -> dict[torch.device, list[Entry]]:
         """(parameter, its local data, its contiguous gradient) of those that have a gradient, by device."""
         found: dict[torch.device, list[Entry]] = {}

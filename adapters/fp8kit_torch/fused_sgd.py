@@ -57,8 +57,8 @@ class FusedSGD(Fused):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for entries in self.taking(group).values():
+        for group, taking in self.all_taking():
+            for entries in taking.values():
                 # the kernel asks only whether a step is the first: parameters that start now are called apart from the others
                 starting = [entry for entry in entries if "momentum_buffer" not in self.state[entry[0]]]
                 running = [entry for entry in entries if "momentum_buffer" in self.state[entry[0]]]

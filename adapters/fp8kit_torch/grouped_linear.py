@@ -145,7 +145,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return self._opened({f"weight{i}": getattr(self, f"weight{i}")})[0][f"weight{i}"]
 
     def _fused_group(self, i: int, first: bool | None, x: Tensor) -> Fused | None:
-        whole = self._fused(first, {"x": x if autocast_dtype(x) is None else x.to(autocast_dtype(x))})
+        whole = self._fused(first, autocast_dtype(x) or x.dtype)
         found = whole.parameters.get(f"weight{i}")
         return None if found is None else whole._replace(parameters={"weight0": found})
 

@@ -81,7 +81,7 @@ class TransformerEngineBaseModule(StatefulModule):
                 if asked:
                     raise not_compiled(name)
             return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
-        fused = self._fused(is_first_microbatch, tensors) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
+        fused = self._fused(is_first_microbatch, tensors["x"].dtype) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
         if off:
             return apply(self._call(None, False, bias, options, tensors, False, fused), list(tensors.values()), fused=fused)
         return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused, weights, codes,  # type: ignore[arg-type]
@@ -117,12 +117,18 @@ class TransformerEngineBaseModule(StatefulModule):
         tensors["x"] = x.dequantize()
         return None
 
-    def _fused(self, first: bool | None, tensors: Mapping[str, Tensor]) -> Fused:
-        """The weights whose gradient goes into ``main_grad``. Fp8kitError where one has none that fits."""
+    def want_main_grads(self, dtype: torch.dtype) -> None:
+        """Fp8kitError where a pass on inputs of ``dtype`` would find a weight without the ``main_grad`` that it fills: what a layer of
+        several modules asks before the first of them runs."""
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._fused(None, dtype)
+
+    def _fused(self, first: bool | None, dtype: torch.dtype) -> Fused:
+        """The weights whose gradient goes into ``main_grad``, for inputs of ``dtype``. Fp8kitError where one has none that fits."""
         weights = {name: weight for name, weight in self.weight_inputs().items() if weight.requires_grad}
         mains = {name: getattr(weight, "main_grad", None) for name, weight in weights.items()}
         some = next((main.dtype for main in mains.values() if isinstance(main, torch.Tensor)), torch.float32)
-        if some not in (torch.float32, tensors["x"].dtype):
+        if some not in (torch.float32, dtype):
             some = torch.float32
         for name, weight in weights.items():
             main = mains[name]

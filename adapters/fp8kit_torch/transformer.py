@@ -12,7 +12,7 @@ from fp8kit.errors import ArgumentError, expected, on_behalf_of
 from fp8kit.layers import known_options, sequence_starts
 from fp8kit.ops.values import check_sequences
 from fp8kit_torch.apply import rehearse, run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
 from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED
@@ -152,6 +152,7 @@ class TransformerLayer(torch.nn.Module):
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
         ahead = attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
+        mlp.want_main_grads(autocast_dtype(x) or x.dtype)
         paths = own if ahead.core is None else ahead.core.beside, inference_params
         if self.training and self.drop_path_rate and self.attn_input_format == "thd" and not torch.compiler.is_compiling():
             self._want_starts(x, sequence_starts(*paths))

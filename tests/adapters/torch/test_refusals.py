@@ -7,6 +7,8 @@ import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
+from fp8kit_torch.fused_adam import FusedAdam
+from fp8kit_torch.fused_sgd import FusedSGD
 from fp8kit_torch.module import TransformerEngineBaseModule
 
 from fp8kit.errors import Fp8kitError
@@ -158,3 +160,50 @@ def test_dropout_is_refused_before_it_draws(device):
             call()
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1] is None or torch.equal(before[1], torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
+def test_an_optimizer_that_refuses_a_gradient_takes_no_step(device, make):
+    """One of the last group's, or a number of that group's: no parameter, state or count changes."""
+    values = [torch.linspace(-1, 1, n, device=device) for n in (3, 4, 5)]
+    one, two = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    optimizers = [make([{"params": own[:2]}, {"params": own[2:]}]) for own in (one, two)]
+
+    def give():
+        for own in (one, two):
+            for param in own:
+                param.grad = torch.ones_like(param)
+
+    for _ in range(2):
+        give()
+        before = state_of(optimizers[0])
+        optimizers[0].grad_name = "wrong"  # an attribute that takes any tensor
+        for param in one:
+            param.wrong = torch.ones_like(param)
+        ones = torch.ones(5, device=device)
+        for wrong in (torch.ones(6, device=device), ones.int(), ones.to_sparse()):
+            one[2].wrong = wrong
+            with pytest.raises(Fp8kitError):
+                optimizers[0].step()
+            assert state_of(optimizers[0]) == before
+        optimizers[0].grad_name = "grad"
+        kept = optimizers[0].param_groups[1]["lr"]
+        optimizers[0].param_groups[1]["lr"] = "fast"
+        with pytest.raises(Fp8kitError, match="lr"):
+            optimizers[0].step()
+        optimizers[0].param_groups[1]["lr"] = kept
+        assert state_of(optimizers[0]) == before
+        for optimizer in optimizers:
+            optimizer.step()
+        assert state_of(one) == state_of(two)
+
+
+def test_a_missing_main_grad_is_found_before_the_layer_runs(device):
+    module = made(lambda d: layer(d, fuse_wgrad_accumulation=True), device)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    del module.layernorm_mlp.fc2_weight.main_grad
+    before = whole_state(module)
+    with pytest.raises(Fp8kitError, match=r"fc2_weight0\.main_grad"), ft.autocast(enabled=True, recipe=RECIPE):
+        module(placed(X, device))
+    assert whole_state(module) == before
