@@ -179,9 +179,9 @@ def test_a_step_that_refuses_a_gradient_is_none(device, kind):
         before, good = state(0), params[0][2].grad
         for wrong in (np.ones(6, np.float32), np.full(5, np.inf, np.float16)):
             params[0][2].grad = tensor(wrong, device=device)
-            for refused in (optimizers[0].step, lambda: scalers[0].step(optimizers[0]), lambda: scalers[0].unscale_(optimizers[0])):
+            for wanted in (optimizers[0].step, lambda: scalers[0].step(optimizers[0]), lambda: scalers[0].unscale_(optimizers[0])):
                 with pytest.raises(Fp8kitError):
-                    refused()
+                    wanted()
                 scalers[0].update()
                 assert state(0) == before
         params[0][2].grad = good

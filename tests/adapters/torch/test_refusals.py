@@ -3,6 +3,8 @@ good call gives the bits that it would have given without the bad one."""
 
 from __future__ import annotations
 
+import copy
+
 import fp8kit_torch as ft
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from fp8kit_torch.fused_adam import FusedAdam
 from fp8kit_torch.fused_sgd import FusedSGD
 from fp8kit_torch.module import TransformerEngineBaseModule
 
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import Fp8kitError, ShapeError
 from fp8kit.recipe import DelayedScaling
 from tests.adapters.torch.test_junk import state_of
 from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
@@ -196,6 +198,63 @@ def test_an_optimizer_that_refuses_a_gradient_takes_no_step(device, make):
         for optimizer in optimizers:
             optimizer.step()
         assert state_of(one) == state_of(two)
+
+
+WRONG_STATES = {
+    "no number": lambda saved: saved["param_groups"][1].pop("weight_decay"),
+    "a word for a number": lambda saved: saved["param_groups"][1].update(lr="fast"),
+    "a word for a count": lambda saved: saved["param_groups"][1].update(step="three"),
+    "another shape": lambda saved: saved["state"][2].update({n: torch.zeros(6) for n in saved["state"][2]}),
+    "complex": lambda saved: saved["state"][2].update({n: t + 0j for n, t in saved["state"][2].items()}),
+    "sparse": lambda saved: saved["state"][2].update({n: t.to_sparse() for n, t in saved["state"][2].items()}),
+    "no values": lambda saved: saved["state"][2].update({n: t.to("meta") for n, t in saved["state"][2].items()}),
+    "a word for a state": lambda saved: saved["state"].update({2: "none"}),
+    "one moment": lambda saved: saved["state"][2].pop("exp_avg_sq"),
+    "a master where there is none": lambda saved: saved["state"][2].update(master_param=torch.zeros(5)),
+    "remainders where there are none": lambda saved: saved["state"][2].update(exp_avg=torch.zeros(5, dtype=torch.int16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
+def test_an_optimizer_that_refuses_a_state_keeps_its_own(device, make):
+    values = [torch.linspace(-1, 1, n, device=device) for n in (3, 4, 5)]
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizer = make([{"params": params[:2]}, {"params": params[2:]}])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = state_of(optimizer)
+    for label, spoil in list(WRONG_STATES.items())[: None if isinstance(optimizer, FusedAdam) else -3]:
+        saved = copy.deepcopy(optimizer.state_dict())
+        spoil(saved)
+        with pytest.raises(Fp8kitError):
+            optimizer.load_state_dict(saved)
+        assert state_of(optimizer) == before, label
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert state_of(optimizer) == before
+
+
+@pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
+def test_an_optimizer_whose_parameter_was_exchanged_takes_no_step(device, make):
+    """Its ``data`` by another shape, whose states would be too short, or by other strides; a group's number taken away."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, n, device=device)) for n in (3, 4, 5)]
+    optimizer = make([{"params": params[:2]}, {"params": params[2:]}])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    kept = params[2].data
+    for wrong in (torch.ones(6, device=device), torch.ones(10, device=device)[::2]):
+        params[2].data, params[2].grad = wrong, torch.ones_like(wrong)
+        before = state_of(params)
+        with pytest.raises(ShapeError, match="params: got"):
+            optimizer.step()
+        assert state_of(params) == before
+    params[2].data, params[2].grad = kept, torch.ones_like(kept)
+    del optimizer.param_groups[1]["weight_decay"]
+    before = state_of(optimizer)
+    with pytest.raises(Fp8kitError, match="param_groups: got a group without 'weight_decay'"):
+        optimizer.step()
+    assert state_of(optimizer) == before
 
 
 def test_a_missing_main_grad_is_found_before_the_layer_runs(device):
