@@ -188,7 +188,7 @@ def test_elements_that_share_memory_are_refused(device):
         lists[0][0][:] = float("inf")
         lists[place][1] = shared
         before = [[t.clone() for t in own] for own in lists]
-        for call in list(calls(lists, noop, 1.0))[0 if place < 2 else 1 : None if place < 3 else 3]:
+        for call in list(calls(lists, noop, torch.ones(1, device=device)))[0 if place < 2 else 1 : None if place < 3 else 3]:
             with pytest.raises(ShapeError, match="memory of its own for each element"):
                 call()
         assert not noop.any()

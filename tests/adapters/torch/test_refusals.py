@@ -13,8 +13,8 @@ from fp8kit_torch.fused_adam import FusedAdam
 from fp8kit_torch.fused_sgd import FusedSGD
 from fp8kit_torch.module import TransformerEngineBaseModule
 
-from fp8kit.errors import Fp8kitError, ShapeError
-from fp8kit.recipe import DelayedScaling
+from fp8kit.errors import Fp8kitError, RecipeError, ShapeError
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from tests.adapters.torch.test_junk import state_of
 from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
 from tests.nn.test_layers import draw
@@ -148,6 +148,61 @@ def test_groups_are_refused_before_any_runs(device):
     with pytest.raises(Fp8kitError, match="weight2"), ft.autocast(enabled=True, recipe=RECIPE):
         module(x, [2, 2, 2])
     assert whole_state(module) == before
+
+
+PARAMETERS = {  # module -> parameters of its parts, and of which none is like the others
+    "layer": (lambda d: layer(d, qk_norm_type="RMSNorm"), ["self_attention.layernorm_qkv.key_weight", "self_attention.q_norm.weight",
+                                                         "self_attention.proj.bias", "layernorm_mlp.layer_norm_bias",
+                                                         "layernorm_mlp.fc2_weight"]),
+    "output norm": (lambda d: layer(d, output_layernorm=True), ["self_attention.qkv.value_weight", "layernorm.weight"]),
+    "parallel": (lambda d: layer(d, parallel_attention_mlp=True), ["layernorm_mlp.fc1_weight"]),
+    "decoder": (lambda d: layer(d, layer_type="decoder"), ["inter_attention.key_value.key_weight", "inter_attention.proj.weight"]),
+    "groups": (lambda d: ft.GroupedLinear(3, H, FFN, device=d, params_dtype=torch.float32), ["weight2", "bias1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_a_part_that_is_unlike_the_others_is_found_before_any_runs(device, case):
+    """A parameter of another dtype or on another device."""
+    make, names = PARAMETERS[case]
+    for name in names:
+        for spoil in (lambda t: t.half(), lambda t: t.to("meta")):
+            module = made(make, device)
+            part, _, last = name.rpartition(".")
+            module.get_submodule(part)._parameters[last] = torch.nn.Parameter(spoil(module.get_parameter(name).detach()))
+            options = {"encoder_output": placed(SOURCE, device)} if case == "decoder" else {}
+            options |= {"m_splits": [2, 2, 2]} if case == "groups" else {}
+            before = whole_state(module)
+            with pytest.raises(Fp8kitError, match=last), ft.autocast(enabled=True, recipe=RECIPE):
+                module(placed(X[:, 0] if case == "groups" else X, device), **options)
+            assert whole_state(module) == before, name
+
+
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("kind", [ft.Linear, ft.LayerNormLinear, ft.LayerNormMLP])
+def test_a_first_call_that_is_refused_makes_no_state(device, kind, first):
+    """For a weight of another shape, and for float64, which no operation takes: no FP8 state, no cached weight."""
+    module = made(lambda d: kind(H, FFN, device=d, params_dtype=torch.float32), device)
+    name = next(n for n in ("weight", "fc2_weight") if hasattr(module, n))
+    good, x = getattr(module, name), placed(X, device)
+    wrong = torch.nn.Parameter(torch.zeros(good.shape[0], good.shape[1] + 1, device=device))
+    for dtype, weight in ((torch.float32, wrong), (torch.float64, good)):
+        module._parameters[name] = weight
+        module.to(dtype)
+        before = whole_state(module)
+        with pytest.raises(Fp8kitError), ft.autocast(enabled=True, recipe=RECIPE):
+            module(x.to(dtype), is_first_microbatch=first)
+        assert whole_state(module) == before
+        module._parameters[name] = good
+
+
+def test_weights_held_by_another_recipe_are_refused_before_there_is_a_state(device):
+    with ft.quantized_model_init(recipe=Float8BlockScaling()):
+        layers = [made(lambda d: ft.Linear(128, 128, device=d), device), made(lambda d: ft.GroupedLinear(2, 128, 128, device=d), device)]
+    for module, more in zip(layers, ((), ([16, 16],)), strict=True):
+        with pytest.raises(RecipeError, match="as the recipe of this autocast"), ft.autocast(enabled=True, recipe=RECIPE):
+            module(torch.ones(32, 128, device=device), *more)
+        assert not module.fp8_meta
 
 
 def test_dropout_is_refused_before_it_draws(device):
