@@ -193,10 +193,12 @@ def apply(
 
 def rehearse(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | ArrayView | None], owner: object = None,
              needs: tuple[str, ...] = (), implied: Mapping[str, ArrayView] = _NOTHING) -> None:
-    """Refuse what ``apply`` would refuse of these inputs, and run nothing: what a layer asks before its first operation about those that
-    follow. Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``: names of those whose
-    gradient will be wanted, where that matters; ``implied``: further inputs that always are as ``spec`` wants them. What was found right is
-    remembered by shapes, dtypes and devices. Raises ShapeError, FormatError and BackendError, as ``apply`` does.
+    """Raise the ShapeError, FormatError or BackendError that ``apply`` would raise for these inputs' shapes, dtypes and devices, and run
+    nothing: what a layer asks before its first operation about those that follow.
+
+    Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``: names of those whose gradient
+    will be wanted, where that matters; ``implied``: further inputs that always are as ``spec`` wants them. What was found right is
+    remembered.
     """
     views: dict[str, ArrayView] = {}
     for name, value in inputs.items():
