@@ -71,6 +71,8 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     for_inf = min(primitive.meta_of(x).dtype.max, formats.float32.max) if scaling.startswith("block") else formats.float32.max
     saturate = flag("quantize", "saturate", saturate)
     spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, scale is not None, rounding == "stochastic")
+    if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
+        return ScaledTensor(jnp.zeros(x.shape, native), jnp.ones(grid, jnp.float32), format, scaling)
     given = {}
     if scale is not None:
         scales = as_array("quantize", "scale", scale)
@@ -90,6 +92,8 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
     if kind not in formats.HIGH_PRECISION:
         raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
     tile, _ = _tiling("dequantize", q.scaling, *_matrix(q.shape))
+    if not math.prod(q.shape):
+        return jnp.zeros(q.shape, kind.numpy)
     inputs = {"q": _codes(q), "scale_inv": q.scale_inv.reshape(-1)}
     return apply(casts.dequantize, casts.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
 
@@ -116,7 +120,11 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
         raise FormatError(expected("gemm", "scaling", pair, "tensor, row or blocks for both, not 128x128 for both"))
     if by_blocks and fast_accumulate:
         raise FormatError(expected("gemm", "fast_accumulate", True, "False for blocks"))
+    if kind not in formats.HIGH_PRECISION:
+        raise FormatError(expected("gemm", "dtype", kind.name, "float32, bfloat16 or float16"))
     rows, columns = _matrix(a.shape)[0], b.shape[0]
+    if not (rows and columns and b.shape[1]):
+        return jnp.zeros((*a.shape[:-1], columns), kind.numpy)
     tiles = (TILES[a.scaling], TILES[b.scaling]) if by_blocks else None
     inputs: dict[str, Any] = {}
     for name, operand in (("a", a), ("b", b)):
