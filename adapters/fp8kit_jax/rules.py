@@ -73,16 +73,19 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: Sta
     Raises what ``infer`` raises, when it is traced.
     """
     given = {name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None}
-    axes = manual.axes()
     given, state = manual.alike((given, state or {}))
+    axes = manual.axes((given, state))
     own = {name: shape for name, shape in (flat or {}).items() if name in given and given[name].shape != shape}
     seen = {name: given[name].shape for name in own} | dict(views or {})
     static = _Static(operation.name, spec, pairs, scaling, axes, tuple(seen.items()), tuple(own.items()))
+    run = functools.partial(_run, static)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # a shard_map outside of jit refuses rules with symbolic zeros
+        run = jax.jit(run, inline=True)  # of this call alone: the policy in force is no part of what jit would know it by
     mesh = explicit.mesh_of((given, state))
     if mesh is None:
-        return _run(static, given, state)
+        return run(given, state)
     program, arguments = _program(static, given, state, ())
-    return explicit.run(functools.partial(_run, static), mesh, program, arguments, given, state)
+    return explicit.run(run, mesh, program, arguments, given, state)
 
 
 def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta], ...]:
