@@ -175,7 +175,7 @@ def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence
                 window = jax.lax.dynamic_slice_in_dim(given[i], start, meta.shape[0])
                 given[i] = window - window[0]
     everywhere = tuple(axis for one in chosen for axis in one.axes)
-    special = spread.special(part) if chosen else None
+    special = spread.special(part, chosen[0].cut.kind) if chosen else None
     results = list(special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind))
     for i, (name, meta) in enumerate(part.results):
         for one in chosen:
