@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
@@ -11,23 +12,81 @@ from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, covered, k
 from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.errors import BackendError, expected
 
-_OPT_IN_SHARED = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
-_STATIC_SHARED = 1024  # more than what the kernel itself declares
+# cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor, and what the kernels declare and CUDA reserves beside
+_OPT_IN_SHARED, _SM_SHARED, _OTHER_SHARED = 97, 81, 2048
+_MOST_LANES, _MOST_GROUPS = 256, 15  # raw_kernels/norm.cuh: barriers that rows of more than a warp have
+
+
+class Pace(NamedTuple):
+    """How ``norm_fwd`` walks: ``rows`` a tile at most (16, 32 or 64), ``threads`` a block, ``blocks`` a multiprocessor at most."""
+
+    rows: int
+    threads: int
+    blocks: int
+
+
+# Found by measurement. The kernel's variants, chunks of eight columns a thread, by bytes of an element; with transposed codes and without:
+# the pace of each.
+CHUNKS = {2: (1, 2, 3, 4, 6, 8, 12, 16), 4: (1, 2, 3, 4, 6, 8)}
+TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(32, 256, 3), 8: Pace(32, 256, 2),
+              12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
+PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 3), 4: Pace(32, 256, 3), 6: Pace(32, 256, 3), 8: Pace(32, 256, 3),
+         12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
+
+
+class Depth(NamedTuple):
+    """How ``norm_bwd`` walks: ``threads`` a block at most (but a row's at least), ``stages`` of rows on their way, ``blocks`` in all."""
+
+    threads: int
+    stages: int
+    blocks: int
+
+
+BACKWARD = {2: Depth(1024, 4, 132), 4: Depth(512, 4, 132)}  # by bytes of an element
+
+
+class Forward(NamedTuple):
+    """Launch of ``norm_fwd``: the variant's ``chunks``, threads a row and rows at a time in ``block``, ``rows`` a tile, bytes of ``shared``
+    memory, and the blocks that the device holds at once."""
+
+    chunks: int
+    block: tuple[int, int]
+    rows: int
+    shared: int
+    resident: int
+
+
+def _lanes(columns: int, most_chunks: int) -> int:
+    """Threads a row: a power of two up to a warp while one chunk each suffices, then as many warps as hold the row's chunks."""
+    chunks = max(1, ceil_div(columns, 8))
+    if chunks <= 32:
+        return 1 << (chunks - 1).bit_length()
+    lanes = 32
+    while lanes * most_chunks < chunks and lanes < _MOST_LANES:
+        lanes *= 2
+    return lanes
 
 
 @functools.cache
-def _blocking(columns: int, itemsize: int, transposed: bool, device: int) -> tuple[int, int, int, int]:
-    """(rows a block, pitch of a row kept in shared memory or 0, bytes of that, threads) of ``norm_fwd``.
-
-    Transposed codes want many rows a block, so that a row of q_t gets many neighbours; otherwise small blocks overlap better.
-    """
-    limit = int(launch.runtime().deviceGetAttribute(_OPT_IN_SHARED, device)) - _STATIC_SHARED
-    pitch = ceil_div(columns, 8) * 8 + 16 // itemsize  # 16 bytes more: rows start in different banks
-    for rows in (16, 8) if transposed else (4,):
-        shared = rows * pitch * itemsize
-        if shared <= limit:
-            return rows, pitch, shared, 512 if transposed or shared > 32 * 1024 else 128
-    return (16, 0, 0, 512) if transposed else (4, 0, 0, 128)
+def forward(columns: int, covered: int, itemsize: int, transposed: bool, device: int) -> Forward | None:
+    """How ``norm_fwd`` takes rows of ``columns`` whose casts cover ``covered``, None where they do not fit a block."""
+    lanes = _lanes(columns, CHUNKS[itemsize][-1])
+    places = ceil_div(covered, 8)
+    chunks = next((n for n in CHUNKS[itemsize] if n * lanes >= places), 0)
+    if not chunks:
+        return None
+    attribute = launch.runtime().deviceGetAttribute
+    limit = int(attribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED
+    rows, threads, blocks = (TRANSPOSED if transposed else PLAIN)[chunks]
+    tile = 8 * places if transposed else 0  # bytes a row
+    while rows > 16 and (64 * places + rows * tile) * blocks > limit:
+        rows //= 2
+    shared = 64 * places + rows * tile
+    if shared > limit:
+        return None
+    groups = min(max(threads // lanes, 1), rows, threads if lanes <= 32 else 8)
+    held = int(attribute(_SM_SHARED, device)) // (shared + _OTHER_SHARED)
+    return Forward(chunks, (lanes, groups), rows, shared, max(1, min(blocks, held)) * launch.sm_count(device))
 
 
 def _check(normalization: str, weight: ArrayView | None, mean: ArrayView | None) -> None:
@@ -52,31 +111,63 @@ def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: 
     """See ``backends.protocol``. BackendError for an unknown normalisation and for a cast to a format other than E4M3 and E5M2."""
     _check(normalization, weight, mean)
     rows, columns = x.shape
-    tall, pitch, shared, threads = _blocking(columns, x.dtype.itemsize, cast is not None and cast.q_t is not None, x.device.index)
     down, right = covered(cast, rows, columns)
     small = epsilon / max(columns, 1) if normalization == "L2Normalization" else epsilon
-    arguments = (
-        x.ptr, address(weight), address(bias), address(y), address(mean), rstd.ptr, rows, columns, right, tall, pitch, small,
-        _gain(weight, zero_centered_gamma, columns), cast_bytes(cast, amax),
-    )
-    grid = max(ceil_div(down, tall), 0 if cast is None else 1)
-    launch.launch(kernel("norm.cu", "norm_fwd", x), grid, threads, arguments, stream, shared)
+    gain, packed = _gain(weight, zero_centered_gamma, columns), cast_bytes(cast, amax)
+    transposed = cast is not None and cast.q_t is not None
+    at = x.ptr, address(weight), address(bias), address(y), address(mean), rstd.ptr
+    walk = forward(columns, right, x.dtype.itemsize, transposed, x.device.index) if _whole(x, y, cast) else None
+    if walk is None:
+        tall, lanes = 16 if transposed else 4, _lanes(columns, CHUNKS[x.dtype.itemsize][-1])
+        function = kernel("norm_any.cu", "norm_fwd_any", x)
+        grid = ceil_div(down, tall)
+        block = lanes, (512 if transposed else max(128, lanes)) // lanes
+        launch.launch(function, max(grid, int(cast is not None)), block, (*at, rows, columns, right, tall, small, gain, packed), stream)
+        return
+    tiles = ceil_div(down, walk.rows)
+    function = kernel("norm_fwd.cu", "norm_fwd", x, CHUNKS=str(walk.chunks))
+    arguments = (*at, rows, columns, ceil_div(right, 8), walk.rows, tiles, small, gain, packed)
+    launch.launch(function, max(min(tiles, walk.resident), int(cast is not None)), walk.block, arguments, stream, walk.shared)
 
 
-def _bwd_blocking(rows: int, columns: int) -> tuple[str, int, int]:
-    """(function, threads, blocks) of ``norm_bwd``. Blocks are as many as a large GPU holds at once: each leaves a row of partial sums.
+def _whole(x: ArrayView, y: ArrayView | None, cast: Cast | None) -> bool:
+    """Whether everything that norm_fwd.cu reads and writes lies as it wants it: in whole chunks at multiples of their size."""
+    whole = (x.ptr | address(y) | (2 * x.shape[1])) % 16 == 0
+    if cast is not None and cast.q is not None:
+        whole &= (cast.q.ptr | cast.q.strides[0] | cast.q.shape[1]) % 8 == 0
+    if cast is not None and cast.q_t is not None:
+        whole &= (cast.q_t.ptr | cast.q_t.strides[0] | cast.q_t.shape[1]) % 16 == 0
+    return whole
 
-    The heads of an attention are many short rows: a block is one warp then, and more of them are needed to keep the memory busy.
-    """
-    if columns <= 256:
-        return "norm_bwd", 32, min(rows, 132 * 16)
-    if columns <= 2048:
-        threads = max(32, ceil_div(columns, 256) * 32)
-        return "norm_bwd", threads, min(rows, 132 * min(4, 768 // threads))
-    if columns <= 8192:
-        threads = ceil_div(columns, 512) * 32
-        return "norm_bwd_two", threads, min(rows, 264 if threads <= 256 else 132)
-    return "norm_bwd_any", 512, min(rows, 264)
+
+class Backward(NamedTuple):
+    """Launch of ``norm_bwd``: threads a row and rows at a time in ``block``, ``stages``, bytes of ``shared`` memory, ``blocks``."""
+
+    block: tuple[int, int]
+    stages: int
+    shared: int
+    blocks: int
+
+
+@functools.cache
+def backward(rows: int, columns: int, itemsize: int, device: int) -> Backward | None:
+    """How ``norm_bwd`` takes (rows, columns), None where a row does not fit a block. Sums are cut up the same way whatever the device."""
+    chunks = max(1, ceil_div(columns, 8))
+    lanes = 1 << (chunks - 1).bit_length() if chunks <= 32 else ceil_div(chunks, 32) * 32
+    threads, stages, blocks = BACKWARD[itemsize]
+    groups = max(1, threads // lanes if lanes <= 32 else min(threads // lanes, _MOST_GROUPS))
+    limit = int(launch.runtime().deviceGetAttribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED
+    stage = lanes * groups * 3 * 8 * itemsize
+    stages = min(stages, limit // stage)
+    if lanes > threads or stages < 2:
+        return None
+    return Backward((lanes, groups), stages, max(stages * stage, lanes * groups * 64), min(ceil_div(rows, groups), blocks))
+
+
+def _any_blocking(rows: int, columns: int) -> tuple[int, int]:
+    """(threads, blocks) of ``norm_bwd_any``: each block leaves a row of partial sums."""
+    threads = max(32, min(512, ceil_div(columns, 32) * 32))
+    return threads, min(rows, 132 * max(2, 512 // threads))
 
 
 def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayView | None, rstd: ArrayView, residual: ArrayView | None,
@@ -87,16 +178,21 @@ def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayV
     rows, columns = x.shape
     if workspace is None:
         raise BackendError(expected("norm_bwd", "workspace", None, f"{norm_bwd_workspace(rows, columns)} bytes"))
-    function, threads, blocks = _bwd_blocking(rows, columns)
-    arguments = (
-        dy.ptr, x.ptr, address(weight), address(mean), rstd.ptr, address(residual), dx.ptr, workspace.ptr, rows, columns,
-        _gain(weight, zero_centered_gamma, columns), int(dbias is not None),
-    )
-    launch.launch(kernel("norm.cu", function, x), blocks, threads, arguments, stream)
+    at = dy.ptr, x.ptr, address(weight), address(mean), rstd.ptr, address(residual), dx.ptr, workspace.ptr, rows, columns
+    rest = _gain(weight, zero_centered_gamma, columns), int(dbias is not None)
+    whole = (dy.ptr | x.ptr | at[5] | dx.ptr | (2 * columns)) % 16 == 0
+    walk = backward(rows, columns, x.dtype.itemsize, x.device.index) if whole else None
+    if walk is None:
+        threads, blocks = _any_blocking(rows, columns)
+        launch.launch(kernel("norm_any.cu", "norm_bwd_any", x), blocks, threads, (*at, *rest), stream)
+    else:
+        blocks = walk.blocks
+        launch.launch(kernel("norm_bwd.cu", "norm_bwd", x), blocks, walk.block, (*at, walk.stages, *rest), stream, walk.shared)
     if dweight is not None:
         sum_partials(workspace.ptr, blocks, dweight, dbias, stream)
 
 
 def norm_bwd_workspace(rows: int, columns: int) -> int:
     """See ``backends.protocol``."""
-    return _bwd_blocking(rows, columns)[2] * 2 * columns * 4
+    blocks = max(_any_blocking(rows, columns)[1], *(min(rows, depth.blocks) for depth in BACKWARD.values()))
+    return blocks * 2 * columns * 4
