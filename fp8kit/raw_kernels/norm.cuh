@@ -55,13 +55,13 @@ DEVICE float chunk_sum(const Eight<T>& in) {
 }
 
 DEVICE float chunk_deviations(const Eight<T>& in, float m, int valid) {
-  float v[8];
+  float sums[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float d = value(in, j) - m;
-    v[j] = j < valid ? d * d : 0.0f;
+    const float d = j < valid ? value(in, j) - m : 0.0f;
+    sums[j % 2] += d * d;
   }
-  return sum8(v);
+  return sums[0] + sums[1];
 }
 
 // A row's statistics: `mean` 0 but for LayerNorm.

@@ -29,7 +29,7 @@ DEVICE void wait_for_copies(u32 under_way) {
     asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 
-constexpr int THREADS = sizeof(T) == 2 ? 1024 : 512;
+constexpr int THREADS = 1024, MOST_STAGES = 4;
 
 // The blocks walk the rows, blockDim.y at a time; N <= 8 blockDim.x. partial: float32 (blocks, 1 or 2, N), each block's sums. dx may be dy or
 // residual: a thread has its elements of a row before it writes them. Dynamic shared memory: `stages` (2 to 4) times three chunks a
@@ -38,9 +38,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
          i64 M, i64 N, i64 stages, f64 gain, i64 with_bias) {
   extern __shared__ uint4 dynamic[];
-  __shared__ float shared[2][32][2];
+  __shared__ float shared[MOST_STAGES][32][2];
   const u32 threads = block_threads(), rank = thread_rank(), column = threadIdx.x * 8;
   const bool inside = column < N;
+  const float share = 1.0f / (float)N;
   const u32 rows = (u32)M, step = gridDim.x * blockDim.y;
   T* own = reinterpret_cast<T*>(dynamic) + rank * 8;  // one chunk a thread and input, three inputs a stage
   const u32 input_pitch = threads * 8, stage_pitch = 3 * input_pitch;
@@ -64,35 +65,35 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
 #pragma unroll
   for (int j = 0; j < 8; ++j) factor[j] = inside ? gain_at(weight, (float)gain, column + j) : 0.0f;
 
-  u32 stage = 0, parity = 0;
-  for (; row - threadIdx.y < rows; row += step, parity ^= 1) {
+  for (u32 stage = 0; row - threadIdx.y < rows; row += step, stage = stage == last ? 0 : stage + 1) {
     fetch(row + lead, stage ? stage - 1 : last);
     const Stats s = next;
     if (row + step < rows) next = stats_of(mean, rstd, row + step);
     wait_for_copies(last);
     const bool there = inside && row < rows;
     const T* kept = own + stage * stage_pitch;
-    Eight<T> up = read8(kept, there ? 8 : 0, true);
-    const Eight<T> in = read8(kept + input_pitch, there ? 8 : 0, true);
-    float xhat[8], sums[2] = {0.0f, 0.0f};
+    Eight<T> up = read8(kept, there ? 8 : 0, true), in = read8(kept + input_pitch, there ? 8 : 0, true);
+    float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float g = value(up, j), d = g * factor[j];
-      xhat[j] = (value(in, j) - s.mean) * s.rstd;
-      dw[j] += g * xhat[j];
+      const float g = value(up, j), d = g * factor[j], xhat = (value(in, j) - s.mean) * s.rstd;
+      dw[j] += g * xhat;
       db[j] += g;
-      sums[0] += d * xhat[j];
+      sums[0] += d * xhat;
       sums[1] += d;
     }
-    row_totals(sums, shared[parity]);
-    const float along = sums[0] / (float)N, level = mean == nullptr ? 0.0f : sums[1] / (float)N;
+    row_totals(sums, shared[stage]);
+    const float along = sums[0] * share, level = mean == nullptr ? 0.0f : sums[1] * share;
+    asm volatile("" ::: "memory");  // read again: the registers are wanted elsewhere while the row's threads wait for each other
+    up = read8(kept, there ? 8 : 0, true), in = read8(kept + input_pitch, there ? 8 : 0, true);
     const Eight<T> stream = read8(kept + 2 * input_pitch, there && residual != nullptr ? 8 : 0, true);
-    unpack_anew(up);
     float out[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) out[j] = s.rstd * (value(up, j) * factor[j] - level - xhat[j] * along) + value(stream, j);
+    for (int j = 0; j < 8; ++j) {
+      const float d = value(up, j) * factor[j], xhat = (value(in, j) - s.mean) * s.rstd;
+      out[j] = s.rstd * (d - level - xhat * along) + value(stream, j);
+    }
     if (there) write8(dx + row * N + column, 8, true, rounded8<T>(out));
-    stage = stage == last ? 0 : stage + 1;
   }
 
   // the sums of the block's rows of threads, one after the other
@@ -105,7 +106,7 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
     all[(threadIdx.y * 2 + 1) * width + column + j] = db[j];
   }
   __syncthreads();
-  for (i64 kind = 0; kind <= with_bias; ++kind) {
+  for (u32 kind = 0; kind <= (u32)with_bias; ++kind) {
     for (u32 c = rank; c < N; c += threads) {
       float sum = 0.0f;
       for (u32 y = 0; y < blockDim.y; ++y) sum += all[(y * 2 + kind) * width + c];

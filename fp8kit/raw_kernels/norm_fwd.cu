@@ -9,7 +9,7 @@
 #include "norm.cuh"
 
 // Blocks that shall fit a multiprocessor, by the registers that hold a thread's part of a row: they leave 40 and more for the rest.
-constexpr int KEPT = CHUNKS * 2 * sizeof(T), THREADS = KEPT < 32 ? 256 : 512, BLOCKS = KEPT < 16 ? 4 : KEPT < 32 ? 3 : 1;
+constexpr int KEPT = CHUNKS * 2 * sizeof(T), THREADS = KEPT < 32 ? 256 : 512, BLOCKS = KEPT < 16 ? 4 : KEPT < 24 ? 3 : KEPT < 32 ? 2 : 1;
 
 // 16 rows of four columns of codes out of the tile, which has `pitch` words a row, into q_t.
 DEVICE void write_turned(const Cast& cast, const u32* tile, u32 pitch, i64 column, i64 row) {
@@ -47,13 +47,20 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
     const u32 chunk = v * blockDim.x + threadIdx.x;
     in[v] = read8(x + (i64)row * N + chunk * 8, row < end && chunk < whole ? 8 : 0, true);
   }
-  for (u32 i = thread_rank(); i < 4 * width; i += block_threads()) {
-    const u32 part = i / width, column = i % width * 8 + part % 2 * 4;
-    float four[4];
+  const bool wide_weight = rows_aligned<16>(weight, 0), wide_bias = rows_aligned<16>(bias, 0);
+#pragma unroll 2
+  for (u32 c = thread_rank(); c < width; c += block_threads()) {
+    float g[8], b[8];
+    floats8(weight == nullptr ? weight : weight + c * 8, c < whole ? 8 : 0, wide_weight, g);
+    floats8(bias == nullptr ? bias : bias + c * 8, c < whole ? 8 : 0, wide_bias, b);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      four[j] = column + j >= N ? 0.0f : part < 2 ? gain_at(weight, (float)gain, column + j) : bias_at(bias, column + j);
-    gains[i] = make_float4(four[0], four[1], four[2], four[3]);
+    for (int j = 0; j < 8; ++j) g[j] += (float)gain;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = 4 * half;
+      gains[half * width + c] = make_float4(g[j], g[j + 1], g[j + 2], g[j + 3]);
+      gains[(2 + half) * width + c] = make_float4(b[j], b[j + 1], b[j + 2], b[j + 3]);
+    }
   }
   const float scale = cast_scale(cast);
   float amax = 0.0f;

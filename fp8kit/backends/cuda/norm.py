@@ -13,29 +13,36 @@ from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.errors import BackendError, expected
 
 # cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor, and what the kernels declare and CUDA reserves beside
-_OPT_IN_SHARED, _SM_SHARED, _OTHER_SHARED = 97, 81, 2048
+_OPT_IN_SHARED, _SM_SHARED, _OTHER_SHARED = 97, 81, 2304
 _MOST_LANES, _MOST_GROUPS = 256, 15  # raw_kernels/norm.cuh: barriers that rows of more than a warp have
+_MOST_THREADS = 1024  # of norm_bwd.cu
+
+# --- tables, found by measurement --------------------------------------------------------------------------------------------
+
+# By bytes of an element: norm_fwd.cu's variants, chunks of eight columns that a thread takes of a row ...
+CHUNKS = {2: (1, 2, 3, 4, 6, 8, 12, 16), 4: (1, 2, 3, 4, 6, 8)}
+# ... and for rows of so many chunks at most, how many a thread shall take at most: that makes a row's threads, in every kernel the same
+SHARES = {2: ((128, 4), (256, 8), (2**31, 16)), 4: ((128, 4), (2**31, 8))}
 
 
 class Pace(NamedTuple):
-    """How ``norm_fwd`` walks: ``rows`` a tile at most (16, 32 or 64), ``threads`` a block, ``blocks`` a multiprocessor at most."""
+    """How ``norm_fwd`` walks: ``rows`` a tile at most (a power of two from 16 on), ``threads`` a block, ``blocks`` a multiprocessor at most."""
 
     rows: int
     threads: int
     blocks: int
 
 
-# Found by measurement. The kernel's variants, chunks of eight columns a thread, by bytes of an element; with transposed codes and without:
-# the pace of each.
-CHUNKS = {2: (1, 2, 3, 4, 6, 8, 12, 16), 4: (1, 2, 3, 4, 6, 8)}
-TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(32, 256, 3), 8: Pace(32, 256, 2),
+# By chunks a thread: the pace with transposed codes, and without.
+TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(32, 256, 2), 8: Pace(32, 256, 2),
               12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
-PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 3), 4: Pace(32, 256, 3), 6: Pace(32, 256, 3), 8: Pace(32, 256, 3),
+PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(16, 256, 2), 8: Pace(16, 256, 2),
          12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
 
 
 class Depth(NamedTuple):
-    """How ``norm_bwd`` walks: ``threads`` a block at most (but a row's at least), ``stages`` of rows on their way, ``blocks`` in all."""
+    """How ``norm_bwd`` walks: ``threads`` a block (more where a row needs them), ``stages`` of rows on their way (2 to 4), ``blocks`` in all,
+    as many as a large GPU holds at once, and the same on every device: each leaves a row of partial sums."""
 
     threads: int
     stages: int
@@ -43,6 +50,19 @@ class Depth(NamedTuple):
 
 
 BACKWARD = {2: Depth(1024, 4, 132), 4: Depth(512, 4, 132)}  # by bytes of an element
+
+
+
+def variants(columns: int, itemsize: int) -> list[tuple[str, dict[str, str]]]:
+    """(source, defines beside T) that rows of ``columns`` take, with their gradients, where nothing lies at an odd address."""
+    chunks = 0 if columns % 8 else chunks_of(columns, columns, itemsize)
+    found: list[tuple[str, dict[str, str]]] = [("norm_fwd.cu", {"CHUNKS": str(chunks)})] if chunks else []
+    backward = not columns % 8 and columns <= 8 * _MOST_THREADS
+    found += [("norm_bwd.cu", {})] if backward else []
+    return found if chunks and backward else [*found, ("norm_any.cu", {})]
+
+
+# --- forward -----------------------------------------------------------------------------------------------------------------
 
 
 class Forward(NamedTuple):
@@ -56,37 +76,44 @@ class Forward(NamedTuple):
     resident: int
 
 
-def _lanes(columns: int, most_chunks: int) -> int:
-    """Threads a row: a power of two up to a warp while one chunk each suffices, then as many warps as hold the row's chunks."""
-    chunks = max(1, ceil_div(columns, 8))
-    if chunks <= 32:
-        return 1 << (chunks - 1).bit_length()
-    lanes = 32
-    while lanes * most_chunks < chunks and lanes < _MOST_LANES:
-        lanes *= 2
-    return lanes
+def _lanes(columns: int, itemsize: int) -> int:
+    """Threads a row: a power of two that holds the row's chunks."""
+    chunks = ceil_div(columns, 8)
+    share = next(share for most, share in SHARES[itemsize] if chunks <= most)
+    return min(1 << max(0, ceil_div(chunks, share) - 1).bit_length(), _MOST_LANES)
+
+
+def chunks_of(columns: int, covered: int, itemsize: int) -> int:
+    """norm_fwd.cu's variant for rows of ``columns`` whose casts cover ``covered``; 0: none holds them."""
+    lanes, places = _lanes(columns, itemsize), max(ceil_div(covered, 8), 1)
+    return next((n for n in CHUNKS[itemsize] if n * lanes >= places), 0)
 
 
 @functools.cache
 def forward(columns: int, covered: int, itemsize: int, transposed: bool, device: int) -> Forward | None:
     """How ``norm_fwd`` takes rows of ``columns`` whose casts cover ``covered``, None where they do not fit a block."""
-    lanes = _lanes(columns, CHUNKS[itemsize][-1])
-    places = ceil_div(covered, 8)
-    chunks = next((n for n in CHUNKS[itemsize] if n * lanes >= places), 0)
+    lanes, chunks = _lanes(columns, itemsize), chunks_of(columns, covered, itemsize)
     if not chunks:
         return None
     attribute = launch.runtime().deviceGetAttribute
-    limit = int(attribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED
+    room, places = int(attribute(_SM_SHARED, device)), ceil_div(covered, 8)
+    most = int(attribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED
     rows, threads, blocks = (TRANSPOSED if transposed else PLAIN)[chunks]
-    tile = 8 * places if transposed else 0  # bytes a row
-    while rows > 16 and (64 * places + rows * tile) * blocks > limit:
+    if lanes <= 32:
+        rows = max(rows, threads // lanes)  # short rows: a tile has work for all threads
+    least = max(16, min(rows, threads // lanes))
+    line = 8 * places if transposed else 0  # bytes of codes that a row of a tile has in shared memory
+    gains = 64 * places
+    while rows > least and (gains + rows * line + _OTHER_SHARED) * blocks > room:
         rows //= 2
-    shared = 64 * places + rows * tile
-    if shared > limit:
+    shared = gains + rows * line
+    if shared > most:
         return None
-    groups = min(max(threads // lanes, 1), rows, threads if lanes <= 32 else 8)
-    held = int(attribute(_SM_SHARED, device)) // (shared + _OTHER_SHARED)
-    return Forward(chunks, (lanes, groups), rows, shared, max(1, min(blocks, held)) * launch.sm_count(device))
+    held = max(1, min(blocks, room // (shared + _OTHER_SHARED)))
+    if 2 * chunks * itemsize >= 32:  # variants that allow blocks of 512 threads
+        threads = min(512, 1 << (threads * blocks // held).bit_length() - 1)
+    groups = max(1, threads // lanes if lanes <= 32 else min(threads // lanes, rows, _MOST_GROUPS))
+    return Forward(chunks, (lanes, min(groups, rows)), rows, shared, held * launch.sm_count(device))
 
 
 def _check(normalization: str, weight: ArrayView | None, mean: ArrayView | None) -> None:
@@ -118,15 +145,17 @@ def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: 
     at = x.ptr, address(weight), address(bias), address(y), address(mean), rstd.ptr
     walk = forward(columns, right, x.dtype.itemsize, transposed, x.device.index) if _whole(x, y, cast) else None
     if walk is None:
-        tall, lanes = 16 if transposed else 4, _lanes(columns, CHUNKS[x.dtype.itemsize][-1])
-        function = kernel("norm_any.cu", "norm_fwd_any", x)
-        grid = ceil_div(down, tall)
-        block = lanes, (512 if transposed else max(128, lanes)) // lanes
-        launch.launch(function, max(grid, int(cast is not None)), block, (*at, rows, columns, right, tall, small, gain, packed), stream)
+        tall, lanes = 16 if transposed else 4, _lanes(columns, x.dtype.itemsize)
+        block = lanes, max(512 if transposed else 128, lanes) // lanes
+        grid = max(ceil_div(down, tall), int(cast is not None))
+        launch.launch(kernel("norm_any.cu", "norm_fwd_any", x), grid, block, (*at, rows, columns, right, tall, small, gain, packed), stream)
         return
-    tiles = ceil_div(down, walk.rows)
+    tall, least = walk.rows, max(walk.block[1], 16 if transposed else 1)
+    while tall >= 2 * least and down <= (tall // 2) * walk.resident:  # rather all blocks than tall tiles
+        tall //= 2
+    tiles = ceil_div(down, tall)
     function = kernel("norm_fwd.cu", "norm_fwd", x, CHUNKS=str(walk.chunks))
-    arguments = (*at, rows, columns, ceil_div(right, 8), walk.rows, tiles, small, gain, packed)
+    arguments = (*at, rows, columns, ceil_div(right, 8), tall, tiles, small, gain, packed)
     launch.launch(function, max(min(tiles, walk.resident), int(cast is not None)), walk.block, arguments, stream, walk.shared)
 
 
@@ -140,28 +169,29 @@ def _whole(x: ArrayView, y: ArrayView | None, cast: Cast | None) -> bool:
     return whole
 
 
+# --- gradients ---------------------------------------------------------------------------------------------------------------
+
+
 class Backward(NamedTuple):
-    """Launch of ``norm_bwd``: threads a row and rows at a time in ``block``, ``stages``, bytes of ``shared`` memory, ``blocks``."""
+    """Launch of ``norm_bwd``: threads a row and rows at a time in ``block``, ``stages``, bytes of ``shared`` memory."""
 
     block: tuple[int, int]
     stages: int
     shared: int
-    blocks: int
 
 
 @functools.cache
-def backward(rows: int, columns: int, itemsize: int, device: int) -> Backward | None:
-    """How ``norm_bwd`` takes (rows, columns), None where a row does not fit a block. Sums are cut up the same way whatever the device."""
+def backward(columns: int, itemsize: int, device: int) -> Backward | None:
+    """How ``norm_bwd`` takes rows of ``columns``, None where one does not fit a block. ``block`` does not depend on the device."""
     chunks = max(1, ceil_div(columns, 8))
     lanes = 1 << (chunks - 1).bit_length() if chunks <= 32 else ceil_div(chunks, 32) * 32
-    threads, stages, blocks = BACKWARD[itemsize]
-    groups = max(1, threads // lanes if lanes <= 32 else min(threads // lanes, _MOST_GROUPS))
-    limit = int(launch.runtime().deviceGetAttribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED
-    stage = lanes * groups * 3 * 8 * itemsize
-    stages = min(stages, limit // stage)
-    if lanes > threads or stages < 2:
+    if lanes > _MOST_THREADS:
         return None
-    return Backward((lanes, groups), stages, max(stages * stage, lanes * groups * 64), min(ceil_div(rows, groups), blocks))
+    threads, stages, _ = BACKWARD[itemsize]
+    groups = max(1, threads // lanes if lanes <= 32 else min(threads // lanes, _MOST_GROUPS))
+    stage = lanes * groups * 3 * 8 * itemsize
+    stages = min(stages, (int(launch.runtime().deviceGetAttribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED) // stage)
+    return Backward((lanes, groups), stages, max(stages * stage, lanes * groups * 64)) if stages >= 2 else None
 
 
 def _any_blocking(rows: int, columns: int) -> tuple[int, int]:
@@ -181,12 +211,12 @@ def norm_bwd(dy: ArrayView, x: ArrayView, weight: ArrayView | None, mean: ArrayV
     at = dy.ptr, x.ptr, address(weight), address(mean), rstd.ptr, address(residual), dx.ptr, workspace.ptr, rows, columns
     rest = _gain(weight, zero_centered_gamma, columns), int(dbias is not None)
     whole = (dy.ptr | x.ptr | at[5] | dx.ptr | (2 * columns)) % 16 == 0
-    walk = backward(rows, columns, x.dtype.itemsize, x.device.index) if whole else None
+    walk = backward(columns, x.dtype.itemsize, x.device.index) if whole else None
     if walk is None:
         threads, blocks = _any_blocking(rows, columns)
         launch.launch(kernel("norm_any.cu", "norm_bwd_any", x), blocks, threads, (*at, *rest), stream)
     else:
-        blocks = walk.blocks
+        blocks = min(ceil_div(rows, walk.block[1]), BACKWARD[x.dtype.itemsize].blocks)
         launch.launch(kernel("norm_bwd.cu", "norm_bwd", x), blocks, walk.block, (*at, walk.stages, *rest), stream, walk.shared)
     if dweight is not None:
         sum_partials(workspace.ptr, blocks, dweight, dbias, stream)
