@@ -97,7 +97,8 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
         from fp8kit.backends.cuda import launch
 
         arrays.empty((1,), formats.uint8, where)  # says what is missing
-        done = _compiled(variants(hidden, kind.name, activation, blocks), kernel_compiler.arch_of(launch.capability(where.index)), count, begin)
+        wanted, own_arch = variants(hidden, kind.name, activation, blocks), kernel_compiler.arch_of(launch.capability(where.index))
+        done = _compiled(wanted, own_arch, count, begin)
         begin = time.perf_counter()
     layer = nn.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=kind, activation=activation,
                                 normalization=normalization, device=where, **inits)

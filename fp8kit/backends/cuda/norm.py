@@ -12,7 +12,7 @@ from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, covered, k
 from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.errors import BackendError, expected
 
-# cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor, and what the kernels declare and CUDA reserves beside
+# cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor; what the kernels declare and CUDA reserves beside
 _OPT_IN_SHARED, _SM_SHARED, _OTHER_SHARED = 97, 81, 2304
 _MOST_LANES, _MOST_GROUPS = 256, 15  # raw_kernels/norm.cuh: barriers that rows of more than a warp have
 _MOST_THREADS = 1024  # of norm_bwd.cu
@@ -26,7 +26,7 @@ SHARES = {2: ((128, 4), (256, 8), (2**31, 16)), 4: ((128, 4), (2**31, 8))}
 
 
 class Pace(NamedTuple):
-    """How ``norm_fwd`` walks: ``rows`` a tile at most (a power of two from 16 on), ``threads`` a block, ``blocks`` a multiprocessor at most."""
+    """How ``norm_fwd`` walks: at most ``rows`` a tile (a power of two from 16 on), ``threads`` a block, ``blocks`` a multiprocessor."""
 
     rows: int
     threads: int
@@ -34,15 +34,15 @@ class Pace(NamedTuple):
 
 
 # By chunks a thread: the pace with transposed codes, and without.
-TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(32, 256, 2), 8: Pace(32, 256, 2),
-              12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
-PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(16, 256, 2), 8: Pace(16, 256, 2),
-         12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
+TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
+              6: Pace(32, 256, 2), 8: Pace(32, 256, 2), 12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
+PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
+         6: Pace(16, 256, 2), 8: Pace(16, 256, 2), 12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
 
 
 class Depth(NamedTuple):
-    """How ``norm_bwd`` walks: ``threads`` a block (more where a row needs them), ``stages`` of rows on their way (2 to 4), ``blocks`` in all,
-    as many as a large GPU holds at once, and the same on every device: each leaves a row of partial sums."""
+    """How ``norm_bwd`` walks: ``threads`` a block (more where a row needs them), ``stages`` of rows on their way (2 to 4), ``blocks`` in
+    all, as many as a large GPU holds at once, and the same on every device: each leaves a row of partial sums."""
 
     threads: int
     stages: int
