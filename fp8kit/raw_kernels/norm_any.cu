@@ -17,6 +17,7 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
   const i64 row0 = (i64)blockIdx.x * rows;
   const bool wide = rows_aligned<16>(x, N);
 
+  u32 turn = 0;  // sums use the two rooms by turns
   for (u32 top = 0; top < rows; top += blockDim.y) {
     const u32 r = top + threadIdx.y;
     const i64 row = row0 + r, end = r < rows && row < M ? N : 0;
@@ -26,14 +27,14 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
     if (mean != nullptr) {
 #pragma unroll 4
       for (i64 c = threadIdx.x * 8; c < end; c += blockDim.x * 8) sum += chunk_sum(read8(from + c, columns_left(c, N), wide));
-      s.mean = row_total(sum, shared[0]) / (float)N;
+      s.mean = row_total(sum, shared[turn ^= 1]) / (float)N;
     }
 #pragma unroll 4
     for (i64 c = threadIdx.x * 8; c < end; c += blockDim.x * 8) {
       const int valid = columns_left(c, N);
       squares += chunk_deviations(read8(from + c, valid, wide), s.mean, valid);
     }
-    s.rstd = 1.0f / sqrtf(row_total(squares, shared[1]) / (float)N + (float)epsilon);
+    s.rstd = 1.0f / sqrtf(row_total(squares, shared[turn ^= 1]) / (float)N + (float)epsilon);
     if (threadIdx.x == 0 && r < rows) of_rows[r] = s;
     if (end) keep_stats(mean, rstd, row, s);
   }

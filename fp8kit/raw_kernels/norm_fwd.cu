@@ -39,6 +39,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
   __shared__ float shared[2][32][1], maxima[32];
   float4* gains = reinterpret_cast<float4*>(dynamic);  // halves of chunks: two of gains, two of biases
   uint2* codes_tile = reinterpret_cast<uint2*>(gains + 4 * chunks);
+  u32 turn = 0;  // sums use the two rooms by turns
   const u32 width = (u32)chunks, whole = (u32)(N / 8), end = (u32)M, tall = (u32)rows;
   Eight<T> in[CHUNKS];
   u32 row = blockIdx.x * tall + threadIdx.y;
@@ -73,7 +74,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
       if (mean != nullptr) {
 #pragma unroll
         for (int v = 0; v < CHUNKS; ++v) sum += chunk_sum(in[v]);
-        s.mean = row_total(sum, shared[0]) / (float)N;
+        s.mean = row_total(sum, shared[turn ^= 1]) / (float)N;
       }
 #pragma unroll
       for (int v = 0; v < CHUNKS; ++v) {
@@ -81,7 +82,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
         const float part = chunk_deviations(in[v], s.mean, 8);
         squares += v * blockDim.x + threadIdx.x < whole ? part : 0.0f;
       }
-      s.rstd = 1.0f / sqrtf(row_total(squares, shared[1]) / (float)N + (float)epsilon);
+      s.rstd = 1.0f / sqrtf(row_total(squares, shared[turn ^= 1]) / (float)N + (float)epsilon);
       if (row < end) keep_stats(mean, rstd, row, s);
 
       const u32 next = r + blockDim.y < tall ? row + blockDim.y : (tile + gridDim.x) * tall + threadIdx.y;
