@@ -20,6 +20,7 @@ from fp8kit.formats import E4M3, E5M2, DType, Format, float64
 _FORMAT_NAMES = {"E4M3": "e4m3", "E5M2": "e5m2"}
 _THREADS = 256
 _VECTOR = 16
+_DECODED = 8 * 4  # codes that a thread of dequantize_fp8 takes at a time
 _TILE_ROWS, _TILE_COLUMNS = 128, 64  # of quantize_transpose's blocks
 _CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
 # lists (amax.cu, quantize.cu: the tables' layouts are mirrored there)
@@ -136,7 +137,7 @@ def dequantize(q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format,
         return
     if fast is not None:
         kernel = launch.kernel("quantize.cu", "dequantize_fp8", index, T=name, FORMAT=fast)
-        grid = launch.blocks(n, _THREADS * _VECTOR, index)
+        grid = launch.blocks(n, _THREADS * _DECODED, index)
         launch.launch(kernel, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, n, columns, height, width, tiles), stream)
         return
     kernel = launch.kernel("quantize_any.cu", "dequantize_any", index, T=name)
