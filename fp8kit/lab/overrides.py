@@ -208,6 +208,8 @@ def read(text: str | Path) -> manifest.Unit:
         if text.endswith(".cu") and "\n" not in text:
             raise ValueError(f"{text!r} is a file's name, expected its text, or a Path")
         return manifest.foreign(text, "override.cu")
+    except UnicodeDecodeError as error:
+        raise BackendError(f"override: {text} is no text: {error}") from None
     except (OSError, ValueError) as error:
         raise BackendError(f"override: {error}") from None
 

@@ -136,6 +136,7 @@ SAID = {
     ("check", "add", "--device", "moon"): "got 'moon'",
     ("check", "add", "--only", "no such case", "--device", "cpu"): "with cases 'no such case'",
     ("bench", "add", "--shape", "4", "100", "--device", "cpu"): r"shape: got \(4, 100\), expected .* multiple of 128",
+    ("diff", "drop_path", "rope"): "b: got 'rope', expected a version of drop_path.cu, as drop_path is",
     ("watch", "nothing.cu"): "got 'nothing.cu', expected a .cu file",
     ("compile", "rope", "--arch", "sm_1"): "for sm_1 failed",
 }
@@ -183,8 +184,9 @@ def test_names_of_devices_and_dtypes_will_do() -> None:
 
 def test_a_file_that_stands_for_nothing_is_refused(own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text, said in (("a.cu", "int x;", "its functions (none) are not the functions of any source"),
+                             ("c.cu", "\udcff", "c.cu is no text: 'utf-8' codec can't decode byte 0xff"),
                              ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "rope: parameters 'q', in rope.cu they are")):
-        (own_folders / name).write_text(text)
+        (own_folders / name).write_text(text, errors="surrogateescape")
         assert run("compile", name)[0] == 1
         assert said in capsys.readouterr().err
 
