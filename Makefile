@@ -17,6 +17,9 @@ GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
 DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
 
+# XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without LLVM's expensive passes
+XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+
 .PHONY: demo test test-gpu test-gpu2 bench info clean
 .DELETE_ON_ERROR:
 
@@ -26,7 +29,7 @@ demo: $(DEMO)
 test: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	XLA_FLAGS="$(XLA)" OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 test-gpu: $(TEST)
 	@$(if $(GPU),true,echo "make test-gpu: nvidia-smi finds no GPU" && exit 1)

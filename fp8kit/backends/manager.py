@@ -225,7 +225,9 @@ class OpManager:
         functions = [checked(impl) for impl in usable]
         if policy.strict:
             return _alone(usable[0], functions[0])
-        return functions[0] if len(functions) == 1 else chain(usable, functions)
+        if len(usable) == 1 and usable[0].engine in IN_TREE:
+            return functions[0]  # its reason says enough, and a call of it costs nothing more
+        return chain(usable, functions)
 
     # --- by operation ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +351,8 @@ def _alone(impl: OpImpl, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[..., Any]:
-    """Try the next implementation when, and only when, one says that it cannot take the call. Each switch is logged once."""
+    """Try the next implementation when, and only when, one says that it cannot take the call. Each switch is logged once. CannotTake that
+    names the last one where none can."""
     steps = [(impls[i], impls[i + 1], functions[i]) for i in range(len(impls) - 1)]
     last = functions[-1]
 
@@ -361,7 +364,11 @@ def chain(impls: list[OpImpl], functions: list[Callable[..., Any]]) -> Callable[
             except CannotTake as reason:
                 text = "%s: %s cannot take the call (%s); %s is asked"
                 say_once(logging.WARNING, text, impl.op_name, impl.impl_id, reason, after.impl_id)
-        return last(*args, **named)
+        try:
+            return last(*args, **named)
+        except CannotTake as reason:
+            impl, others = impls[-1], f", nor can {', '.join(impl.impl_id for impl in impls[:-1])}" if steps else ""
+            raise CannotTake(f"{impl.op_name}: {impl.impl_id} cannot take the call ({reason}){others}") from reason
 
     return call
 

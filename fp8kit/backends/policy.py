@@ -15,7 +15,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
@@ -63,12 +63,15 @@ class SelectionPolicy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefer", _kind("prefer", self.prefer))
         for name in ("strict", "deterministic"):
+            if getattr(self, name) not in (False, True):  # 0 and 1 too; "0" would be true
+                raise BackendError(expected("SelectionPolicy", name, repr(getattr(self, name)), "True or False"))
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name in ("allow_vendors", "deny_vendors"):
             object.__setattr__(self, name, _vendors(name, getattr(self, name)))
-        order = self.per_op.items() if isinstance(self.per_op, Mapping) else self.per_op
-        object.__setattr__(self, "per_op", tuple((name, tuple(_token(name, token) for token in tokens)) for name, tokens in order))
-        object.__setattr__(self, "overrides", tuple((name, impl) for name, impl in self.overrides))
+        object.__setattr__(self, "per_op", tuple((name, _tokens(name, tokens)) for name, tokens in _pairs("per_op", self.per_op)))
+        object.__setattr__(self, "overrides", _pairs("overrides", self.overrides))
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise BackendError(expected("SelectionPolicy", "backend", repr(self.backend), "an engine's name, or None"))
         for name, impl in self.overrides:
             if not isinstance(impl, OpImpl) or impl.op_name != name:
                 raise BackendError(expected("SelectionPolicy", "overrides", f"{name!r}: {impl!r}", "an OpImpl of that kernel"))
@@ -116,7 +119,8 @@ class SelectionPolicy:
 
 
 def _kind(name: str, value: Any) -> str:
-    known = settings.KIND_ALIASES.get(value, value.value if isinstance(value, Kind) else value)
+    known = settings.KIND_ALIASES.get(value, value) if isinstance(value, str) else value
+    known = known.value if isinstance(known, Kind) else known
     if known not in VALID_PREFER_VALUES:
         raise BackendError(expected("SelectionPolicy", name, repr(value), f"one of {', '.join(VALID_PREFER_VALUES)}"))
     return str(known)
@@ -125,9 +129,22 @@ def _kind(name: str, value: Any) -> str:
 def _vendors(name: str, value: Any) -> frozenset[str] | None:
     if value is None and name == "allow_vendors":
         return None
-    if isinstance(value, str) or value is None:
+    if not isinstance(value, Collection) or isinstance(value, str) or not all(isinstance(vendor, str) for vendor in value):
         raise BackendError(expected("SelectionPolicy", name, repr(value), "a set of vendors' names"))
     return frozenset(vendor.casefold() for vendor in value)
+
+
+def _pairs(name: str, value: Any) -> tuple[tuple[str, Any], ...]:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise BackendError(expected("SelectionPolicy", name, repr(value), "a mapping by kernel, or pairs"))
+    return tuple((kernel, said) for kernel, said in pairs)
+
+
+def _tokens(op_name: str, tokens: Any) -> tuple[str, ...]:
+    if not isinstance(tokens, list | tuple) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise BackendError(expected("SelectionPolicy", "per_op", f"{op_name}={tokens!r}", "a tuple of one token or more"))
+    return tuple(_token(op_name, token) for token in tokens)
 
 
 def _token(op_name: str, token: str) -> str:
@@ -198,7 +215,9 @@ _PENDING: dict[int, SelectionPolicy] = {}  # thread -> what a Switch will make t
 
 
 def _intern(policy: SelectionPolicy) -> SelectionPolicy:
-    """Equal policies are one object, so that caches can be keyed by identity."""
+    """Equal policies are one object, so that caches can be keyed by identity. BackendError for what is no policy."""
+    if not isinstance(policy, SelectionPolicy):
+        raise BackendError(expected("policy", "policy", repr(policy), "a SelectionPolicy"))
     with LOCK:
         known = _INTERNED.pop(policy, policy)
         _INTERNED[known] = known  # the last used stands last
@@ -295,7 +314,7 @@ def with_allowed_vendors(*vendors: str) -> AbstractContextManager[SelectionPolic
 
 def with_denied_vendors(*vendors: str) -> AbstractContextManager[SelectionPolicy]:
     """For a block, the policy in force with these vendors denied as well."""
-    return _changed(deny_vendors=get_policy().deny_vendors | {vendor.casefold() for vendor in vendors})
+    return _changed(deny_vendors=get_policy().deny_vendors | set(vendors))
 
 
 def _settle(thread: int, only: SelectionPolicy | None = None) -> None:

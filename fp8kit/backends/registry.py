@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from typing import Any
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DTYPES
+from fp8kit.settings import KIND_ALIASES
 
 LOCK = threading.RLock()  # of every table of implementations and policies: what changes them is rare and short
 # a fork waits until no table is half changed; the child's only thread is the one that holds the lock, and lets go of it there too
@@ -81,21 +82,24 @@ class OpImpl:
             if not fits:
                 raise BackendError(expected("OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})"))
 
-        want("impl_id", isinstance(self.impl_id, str) and bool(self.impl_id), "a name: engine.kernel")
+        want("impl_id", isinstance(self.impl_id, str) and bool(self.engine), "a name: engine.kernel")
         want("op_name", self.op_name in KERNELS, "a kernel of fp8kit.backends.protocol.KERNELS")
-        want("kind", self.kind in list(Kind), "a Kind")
-        object.__setattr__(self, "kind", Kind(self.kind))
+        kind = str.__str__(self.kind) if isinstance(self.kind, str) else ""  # a Kind, its value, or TransformerEngine-FL's own enumeration
+        want("kind", KIND_ALIASES.get(kind, kind) in list(Kind), "a Kind")
+        object.__setattr__(self, "kind", Kind(KIND_ALIASES.get(kind, kind)))
         want("fn", callable(self.fn), "a function")
         want("vendor", bool(self.vendor) or self.kind is not Kind.VENDOR, "a name, as it is of kind VENDOR")
+        want("vendor", self.vendor is None or isinstance(self.vendor, str), "a name, or None")
         if self.priority is None:
             object.__setattr__(self, "priority", PRIORITY[self.kind])
-        want("priority", isinstance(self.priority, int), "an int")
-        want("min_arch", self.min_arch is None or isinstance(self.min_arch, int), "an int, the compute capability times ten, or None")
+        want("priority", type(self.priority) is int, "an int")
+        want("min_arch", self.min_arch is None or type(self.min_arch) is int, "an int, the compute capability times ten, or None")
         want("deterministic", isinstance(self.deterministic, bool), "True or False")
         for argument in ("supported_dtypes", "devices"):
             value = getattr(self, argument)
-            want(argument, not isinstance(value, str), "a set of names")
-            if value is not None:
+            if value is not None or argument == "devices":
+                names = isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+                want(argument, names and len(value) > 0, "a set of names, one at least")
                 object.__setattr__(self, argument, frozenset(value))
         want("supported_dtypes", not self.supported_dtypes or self.supported_dtypes <= set(DTYPES), f"some of {', '.join(DTYPES)}")
 
@@ -117,7 +121,7 @@ def match_token(impl: OpImpl, token: str) -> bool:
         return impl.impl_id == name
     if kind == "vendor" and name:
         return (impl.vendor or "").casefold() == name.casefold()
-    return impl.kind.value == token
+    return impl.kind.value == KIND_ALIASES.get(token, token)
 
 
 def check_signature(op_name: str, impl_id: str, fn: Callable[..., Any]) -> None:

@@ -228,9 +228,12 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _same_source(a: Found, b: Found) -> tuple[Part, Part]:
-    """One part of each: of the same source where they share one."""
+    """One part of each, of the same source. Fp8kitError where they share none."""
     pairs = [(x, y) for x in a.parts for y in b.parts if x.like.name == y.like.name]
-    return pairs[0] if pairs else (a.parts[0], b.parts[0])
+    if not pairs:
+        wanted = f"a version of {' or '.join(part.like.name for part in a.parts)}, as {a.name} is"
+        raise Fp8kitError(expected("kernels diff", "b", repr(b.name), wanted))
+    return pairs[0]
 
 
 def _diff(options: argparse.Namespace) -> int:

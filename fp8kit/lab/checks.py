@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import BackendError, Fp8kitError, expected
@@ -33,8 +34,9 @@ def chosen(operation: str, only: str = "") -> list[Case]:
     return [case for case in cases() if case.kernel == operation and only in case.name]
 
 
-def check(operation: str, device: Device, only: str = "") -> Report:
+def check(operation: str, device: Device | str, only: str = "") -> Report:
     """Run the contract's cases of ``operation`` on ``device`` with the implementation in force; ``only`` those with that word in the name.
+    ``device``: a Device or its name.
 
     BackendError for an operation without cases, for a word that no case has, and where nothing serves the device.
     """
@@ -42,6 +44,7 @@ def check(operation: str, device: Device, only: str = "") -> Report:
     if not wanted:
         raise BackendError(expected("check", "operation", f"{operation!r}" + (f" with cases {only!r}" if only else ""),
                                     "an operation of the contract that writes arrays, and a word in a case's name"))
+    device = arrays.device(device)
     kernels = dispatch.kernels(device)
     usable, _ = dispatch.candidates(operation, device)
     report = Report(operation, usable[0].impl_id, device)

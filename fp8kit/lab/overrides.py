@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,10 +173,11 @@ def _on_its_stream(operation: str, function: Callable[..., Any], count: Callable
         if named:
             args = contract.bind(*args, **named).args
         first = next((a for a in args if isinstance(a, ArrayView)), None) or next(iter(views(dict(enumerate(args)))), None)  # type: ignore[arg-type]
-        if first is None:
-            return function(*args)
-        with on(first.device, args[-1]):
-            return function(*args)
+        with nullcontext() if first is None else on(first.device, args[-1]):
+            answer = function(*args)
+        if answer is not None:  # what was to be written is not written then
+            got = f"{getattr(function, '__name__', operation)}, which returns {type(answer).__name__}"
+            raise BackendError(expected("override", "implementation", got, f"results written into the arrays that {operation} is given"))
 
     return call
 
@@ -204,7 +205,11 @@ def read(text: str | Path) -> manifest.Unit:
     try:
         if isinstance(text, Path):
             return manifest.foreign(text.read_text(encoding="utf-8"), text.name, text.parent)
+        if text.endswith(".cu") and "\n" not in text:
+            raise ValueError(f"{text!r} is a file's name, expected its text, or a Path")
         return manifest.foreign(text, "override.cu")
+    except UnicodeDecodeError as error:
+        raise BackendError(f"override: {text} is no text: {error}") from None
     except (OSError, ValueError) as error:
         raise BackendError(f"override: {error}") from None
 

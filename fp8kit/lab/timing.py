@@ -20,11 +20,12 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import AttentionExtras, Cast, block_shapes
 from fp8kit.errors import BackendError, expected
-from fp8kit.formats import E4M3, DType, bfloat16, float32, int32, int64, uint8
+from fp8kit.formats import E4M3, DType, bfloat16, float16, float32, int32, int64, uint8
 from fp8kit.lab.outputs import outputs, views
 from fp8kit.testing.attention import Rules
 
 ROUNDS, CALLS, WARM_UPS = 7, 10, 2
+FLOATS = (float32, bfloat16, float16)  # dtypes to choose from
 SHAPES = {"cpu": (1024, 1024), "cuda": (8192, 8192)}  # beyond the last cache on a GPU: two bfloat16 arrays are 256 MiB
 
 
@@ -51,17 +52,25 @@ class Measurement:
         return f"{what}: {self.seconds * 1e6:.1f} us, {rate:.1f} GB/s, {self.share:.0%} of the speed of a copy of {size:.1f} MiB"
 
 
-def measure(operation: str, device: Device, shape: tuple[int, int] | None = None, dtype: DType = bfloat16) -> Measurement:
+def measure(
+    operation: str, device: Device | str, shape: tuple[int, int] | None = None, dtype: DType | str = bfloat16
+) -> Measurement:
     """Time the implementation of ``operation`` in force on ``device``, on arrays of ``shape`` (rows, columns; columns a multiple of 128)
-    and ``dtype``, float32, bfloat16 or float16, where the operation has a choice. BackendError for an operation that moves no arrays.
+    and ``dtype``, float32, bfloat16 or float16, where the operation has a choice. BackendError for an operation that moves no arrays,
+    another shape or dtype.
     """
     if operation not in ARGUMENTS:
         raise BackendError(expected("measure", "operation", repr(operation), f"one of {', '.join(ARGUMENTS)}"))
-    rows, columns = shape or SHAPES.get(device.kind, SHAPES["cpu"])
-    if rows < 1 or columns < 128 or columns % 128:
-        raise BackendError(expected("measure", "shape", (rows, columns), "at least one row, and columns that are a multiple of 128"))
+    device, kind = arrays.device(device), formats.dtype(dtype, "measure", "dtype")
+    if kind not in FLOATS:
+        raise BackendError(expected("measure", "dtype", kind, f"one of {', '.join(each.name for each in FLOATS)}"))
+    shape = SHAPES.get(device.kind, SHAPES["cpu"]) if shape is None else shape
+    good = isinstance(shape, list | tuple) and len(shape) == 2 and all(isinstance(size, int) for size in shape)
+    if not good or shape[0] < 1 or shape[1] < 128 or shape[1] % 128:
+        raise BackendError(expected("measure", "shape", shape, "(rows, columns): a row or more, columns a multiple of 128"))
+    rows, columns = shape
     kernels = dispatch.kernels(device)
-    maker = _Maker(kernels, device, rows, columns, dtype)
+    maker = _Maker(kernels, device, rows, columns, kind)
     arguments = ARGUMENTS[operation](maker)
     arguments["stream"] = stream = arrays.current_stream(device)
     usable, _ = dispatch.candidates(operation, device)

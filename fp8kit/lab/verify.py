@@ -75,7 +75,22 @@ def _both(operation: str, implementation: Callable[..., Any], arguments: dict[st
             _compare(ours, host(ours.view), right.view.numpy(), bounds, arguments)
         except AssertionError as error:
             raise BackendError(f"override: {operation}: output {error}") from None
+    _want_inputs_untouched(operation, arguments, theirs)
     return answer
+
+
+def _want_inputs_untouched(operation: str, arguments: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """BackendError where an array that is only read is no longer what the reference left of its copy: what it was."""
+    written = [_span(output.view) for output in outputs(operation, arguments)]
+    for name in arguments.keys() - {"workspace", "stream"}:
+        pairs = zip(views({name: arguments[name]}), views({name: theirs[name]}), strict=True)
+        for ours, copy in pairs:
+            first, last = _span(ours)
+            if all(last <= start or stop <= first for start, stop in written):
+                try:
+                    _same(name, host(ours), copy.numpy())
+                except AssertionError as error:
+                    raise BackendError(f"override: {operation}: input, which it must not change: {error}") from None
 
 
 def host(view: ArrayView) -> Array:
@@ -175,8 +190,9 @@ def _finite(bound: Any) -> Any:
 def _same(name: str, got: Array, want: Array) -> None:
     """Bit for bit; any NaN stands for any other."""
     if got.dtype.kind in "fV" or got.dtype.name == "bfloat16":
-        nan, blank = np.isnan(want.astype(np.float32)), np.zeros((), want.dtype)
-        unlike = np.isnan(got.astype(np.float32)) != nan
+        with np.errstate(over="ignore"):  # float64 beyond float32 is no NaN
+            nan, unlike = np.isnan(want.astype(np.float32)), np.isnan(got.astype(np.float32))
+        blank, unlike = np.zeros((), want.dtype), unlike != nan
         if not unlike.any():
             got, want = np.where(nan, blank, got), np.where(nan, blank, want)
     assert_same_bits(name, got, want)

@@ -16,8 +16,9 @@ class DispatchCost(NamedTuple):
     block: float
 
 
-def dispatch_cost(device: Device = CPU, calls: int = 20_000, repeats: int = 7) -> DispatchCost:
-    """Measure ``kernels(device).NAME``, the policy's look-up included and the loop left out: the best of ``repeats`` times ``calls``."""
+def dispatch_cost(device: Device = CPU, calls: int = 1000, repeats: int = 150) -> DispatchCost:
+    """Measure ``kernels(device).NAME``, the policy's look-up included and the loop left out: the best of ``repeats`` times ``calls``:
+    few calls and many times, so that one of them meets no other work of the machine."""
     found = dispatch.kernels(device)
 
     def best(statement: str) -> float:

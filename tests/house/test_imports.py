@@ -55,7 +55,7 @@ ALLOWED = {
     "recipe": _BASE,
     "autocast": {"recipe", "errors", "settings"},
     "protocol": _BASE | {"arrays", "recipe"},
-    "registry": {"protocol", "errors", "formats"},
+    "registry": {"protocol", "errors", "formats", "settings"},
     "dispatch": _ENGINE,
     "plugins": _ENGINE | {"dispatch"},
     "reference": _ENGINE | {"codec"},

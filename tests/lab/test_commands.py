@@ -8,16 +8,17 @@ import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays, cli, formats
+from fp8kit import arrays, cli, formats, lab
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import compile as compiler
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.commands import kernels
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, Fp8kitError
 from fp8kit.lab import native, sources, timing
 from fp8kit.lab.timing import ARGUMENTS
 from fp8kit.raw_kernels import manifest
@@ -135,6 +136,7 @@ SAID = {
     ("check", "add", "--device", "moon"): "got 'moon'",
     ("check", "add", "--only", "no such case", "--device", "cpu"): "with cases 'no such case'",
     ("bench", "add", "--shape", "4", "100", "--device", "cpu"): r"shape: got \(4, 100\), expected .* multiple of 128",
+    ("diff", "drop_path", "rope"): "b: got 'rope', expected a version of drop_path.cu, as drop_path is",
     ("watch", "nothing.cu"): "got 'nothing.cu', expected a .cu file",
     ("compile", "rope", "--arch", "sm_1"): "for sm_1 failed",
 }
@@ -165,10 +167,26 @@ def test_every_operation_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing.measure("quantize_transpose", arrays.CPU, (32, 128), formats.bfloat16).nbytes == 32 * 128 * 4 + 4 * 4
 
 
+@pytest.mark.parametrize(("wrong", "said"), [
+    (((0, 128),), r"shape: got \(0, 128\), expected \(rows, columns\)"), (((128,),), r"shape: got \(128,\)"),
+    (((4.0, 128),), r"shape: got \(4\.0, 128\)"), ((None, "int32"), "dtype: got .*int32, expected one of float32, bfloat16, float16"),
+    ((None, "tea"), "measure: dtype: got 'tea'"),
+])  # fmt: skip
+def test_what_cannot_be_timed_is_refused(wrong: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(Fp8kitError, match=said):
+        timing.measure("add", "cpu", *wrong)
+
+
+def test_names_of_devices_and_dtypes_will_do() -> None:
+    assert lab.measure("add", "cpu", (2, 128), "float32").nbytes == 3 * 2 * 128 * 4
+    assert not lab.check("add", "cpu", "float32-15-1").failures
+
+
 def test_a_file_that_stands_for_nothing_is_refused(own_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text, said in (("a.cu", "int x;", "its functions (none) are not the functions of any source"),
+                             ("c.cu", "\udcff", "c.cu is no text: 'utf-8' codec can't decode byte 0xff"),
                              ("b.cu", 'extern "C" __global__ void rope(T* x) {}', "rope: parameters 'q', in rope.cu they are")):
-        (own_folders / name).write_text(text)
+        (own_folders / name).write_text(text, errors="surrogateescape")
         assert run("compile", name)[0] == 1
         assert said in capsys.readouterr().err
 

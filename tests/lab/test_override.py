@@ -150,6 +150,24 @@ def test_a_wrong_result_is_an_error_with_its_place() -> None:
         layer(fk.tensor(x))  # unless asked, nobody looks
 
 
+def test_what_is_returned_and_not_written_is_an_error() -> None:
+    """The arrays that were to be written hold whatever was there."""
+    with fk.override("add", lambda a, b, out, stream: native(a) + native(b)), pytest.raises(fk.BackendError, match=(
+            r"^override: implementation: got <lambda>, which returns ndarray, expected results written into the arrays that add is given")):
+        added()
+
+
+def test_verify_finds_an_input_that_was_changed() -> None:
+    def careless(original: Any, a: Any, b: Any, out: Any, stream: int) -> None:
+        original(a, b, out, stream)
+        native(b)[1, 2] = 9
+
+    ones, x = (fk.tensor(np.ones((2, 3), np.float32), device="cpu") for _ in range(2))
+    said = r"^override: add: input, which it must not change: b: 1 of 6 differ, first at \(1, 2\): got .*9"
+    with fk.override("add", careless, verify=True), pytest.raises(fk.BackendError, match=said):
+        _ = ones + x
+
+
 def test_a_block_that_nothing_called_it_in_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fp8kit"), fk.override("clip_", lambda xs, norm, max_norm, stream: None):
         added()
@@ -172,6 +190,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "function: got 'add', expected None, but for": (("add", doubled), {"function": "add"}),
     r"gemm_workspace takes no arrays": (("gemm_workspace", lambda original: 0), {}),
     "whose parameters are unknown": (("add", dict), {}),
+    r"'mine\.cu' is a file's name, expected its text, or a Path": (("add", "mine.cu"), {}),
 }
 
 

@@ -55,6 +55,13 @@ def test_what_it_takes() -> None:
     ({"per_op": (("add", ("vendors",)),)}, "per_op: got 'vendors', expected default, vendor, reference, vendor:NAME or impl:ID"),
     ({"per_op": (("add", ("impl:",)),)}, "per_op: got 'impl:'"),
     ({"per_op": (("gemm_workspace", ("vendor",)),)}, "per_op: got 'gemm_workspace', expected gemm or fp8_gemm: a workspace goes with"),
+    ({"per_op": {"add": "vendor"}}, "per_op: got add='vendor', expected a tuple of one token or more"),
+    ({"per_op": {"add": ()}}, r"per_op: got add=\(\), expected a tuple of one token or more"),
+    ({"per_op": "add=vendor"}, "per_op: got 'add=vendor', expected a mapping by kernel, or pairs"),
+    ({"prefer": ["vendor"]}, r"prefer: got \['vendor'\], expected one of"),
+    ({"strict": "0"}, "strict: got '0', expected True or False"),
+    ({"deny_vendors": [3]}, r"deny_vendors: got \[3\], expected a set"),
+    ({"backend": 3}, "backend: got 3, expected an engine's name"),
     ({"overrides": (("add", len),)}, "overrides: got 'add'"),
     ({"preferred": "vendor"}, "from_dict: got preferred, expected some of prefer, strict"),
 ])  # fmt: skip
@@ -65,6 +72,9 @@ def test_what_it_refuses(wrong: dict[str, object], said: str) -> None:
 
 def test_helpers_change_one_thing_and_nest() -> None:
     assert get_policy() == SelectionPolicy()
+    for put in (set_global_policy, lambda policy: policy_context(policy).__enter__()):
+        with pytest.raises(BackendError, match="policy: got 'strict', expected a SelectionPolicy"):
+            put("strict")  # type: ignore[arg-type]
     with with_strict_mode(), with_preference("reference"), with_denied_vendors("A"), with_denied_vendors("B"):
         with with_allowed_vendors("C", "d") as inside:
             assert get_policy() is inside

@@ -48,9 +48,15 @@ def test_what_is_wrong_is_refused_by_name() -> None:
         (lambda: impl("y", op="generic_gemm"), "op_name: got 'generic_gemm', expected a kernel of fp8kit.backends.protocol.KERNELS"),
         (lambda: impl("y", kind=Kind.VENDOR), "vendor: got None, expected a name, as it is of kind VENDOR"),
         (lambda: impl("y", fn="add"), "fn: got 'add', expected a function"),
-        (lambda: impl("y", kind="flagos"), "kind: got 'flagos', expected a Kind"),  # type: ignore[arg-type]
+        (lambda: impl("y", kind="fastest"), "kind: got 'fastest', expected a Kind"),  # type: ignore[arg-type]
+        (lambda: impl("y", kind=Kind.VENDOR, vendor=3), "vendor: got 3, expected a name"),  # type: ignore[arg-type]
+        (lambda: impl("y", priority=1.5), "priority: got 1.5, expected an int"),
+        (lambda: impl(""), r"impl_id: got '\.add', expected a name: engine.kernel"),
         (lambda: impl("y", supported_dtypes={"fp32"}), "supported_dtypes: .*expected some of .*float32"),
+        (lambda: impl("y", supported_dtypes=()), r"supported_dtypes: got \(\), expected a set of names, one at least"),
         (lambda: impl("y", devices="cpu"), "devices: got 'cpu', expected a set of names"),
+        (lambda: impl("y", devices=None), "devices: got None, expected a set of names, one at least"),
+        (lambda: impl("y", devices={3}), r"devices: got \{3\}, expected a set of names"),
         (lambda: impl("y", min_arch="sm_90"), "min_arch: got 'sm_90', expected an int"),
     ):
         with pytest.raises(BackendError, match=said):

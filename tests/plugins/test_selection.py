@@ -171,7 +171,12 @@ def test_switches_are_for_cannot_take_alone_and_said_once(caplog: pytest.LogCapt
     registry.register_impl(OpImpl("add", "faulty.add", Kind.DEFAULT, add, priority=1000))
     with pytest.raises(BackendError, match="a fault"):
         total()
-    with policy_context(SelectionPolicy(per_op=(("add", ("impl:shy.add",)),))), pytest.raises(CannotTake, match="too small"):
+    alone = policy_context(SelectionPolicy(per_op=(("add", ("impl:shy.add",)),)))
+    with alone, pytest.raises(CannotTake, match=r"^add: shy\.add cannot take the call \(too small\)$"):
+        total()
+    registry.register_impl(refusing("add", "too large", "shyer"))
+    both = policy_context(SelectionPolicy(per_op=(("add", ("impl:shy.add", "impl:shyer.add")),)))
+    with both, pytest.raises(CannotTake, match=r"^add: shyer\.add cannot take the call \(too large\), nor can shy\.add$"):
         total()
 
 

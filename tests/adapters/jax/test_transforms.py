@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import fp8kit_jax as fj
 import jax
@@ -183,9 +184,8 @@ MODES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_modes_of_jax_change_no_bits(recipe, mode):
+def regularized(recipe):
+    """A step of a layer with dropout, and its arguments."""
     x, w, b = draw(0, 16, K), draw(1, K, N), draw(2, N)
     sets, key = quantizers(RECIPES[recipe]), jax.random.key(3)
 
@@ -193,12 +193,24 @@ def test_modes_of_jax_change_no_bits(recipe, mode):
         y = layer(x, w, b, sets)
         return (fj.dropout_add(y, y, rate=0.5, key=key) ** 2).sum()
 
-    step = jax.value_and_grad(loss, (0, 1, 2), allow_int=True)
-    want = jax.jit(step)(x, w, sets)
+    return jax.value_and_grad(loss, (0, 1, 2), allow_int=True), (x, w, sets)
+
+
+@functools.cache
+def usual(recipe):
+    """What it gives in no special mode."""
+    step, arguments = regularized(recipe)
+    return jax.jit(step)(*arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_modes_of_jax_change_no_bits(recipe, mode):
+    want, (step, arguments) = usual(recipe), regularized(recipe)
     if mode == "cleared":
         jax.clear_caches()
     with MODES[mode]():
-        got = jax.jit(step)(x, w, sets)
+        got = jax.jit(step)(*arguments)
     if mode in ("disable_jit", "cleared", "x64"):  # the squares' sum is XLA's, in whatever order
         near(got[0], want[0])
         got, want = got[1], want[1]
@@ -256,25 +268,30 @@ def test_jacobians_are_rows_of_gradients():
     same("jacrev in FP8", rows, jnp.stack([jax.grad(lambda v, i=i: layer(v, w, b, sets)[0, i])(x) for i in range(4)]))
 
 
+def squares(w, b, sets, x):
+    return (layer(x, w, b, sets) ** 2).sum()
+
+
+@functools.cache
+def on_one_device(recipe):
+    """Arguments of ``squares``, of very different rows, and value and gradients."""
+    x, w, b = draw(0, 128, K) * jnp.exp2(jnp.arange(128.0) // 16 - 4)[:, None], draw(1, K, N), draw(2, N)
+    arguments = w, b, moved(RECIPES[recipe], x, w, b), x
+    return arguments, jax.jit(jax.value_and_grad(squares, (0, 1, 2)))(*arguments)
+
+
 @pytest.mark.parametrize("check", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shard_map_is_one_device(recipe, check):
     """Rows over 8 devices: the state comes back once, its amaxes those of the whole batch, so that it is the one device's, bit for bit."""
-    recipe = RECIPES[recipe]
     mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
-    x, w, b = draw(0, 128, K) * jnp.exp2(jnp.arange(128.0) // 16 - 4)[:, None], draw(1, K, N), draw(2, N)
-    sets = moved(recipe, x, w, b)
-
-    def loss(w, b, sets, x):
-        return (layer(x, w, b, sets) ** 2).sum()
+    arguments, (want_value, (want_dw, want_db, want_new)) = on_one_device(recipe)
 
     def local(w, b, sets, x):
-        y = jax.lax.psum(loss(w, b, sets, x), "data")
-        return y
+        return jax.lax.psum(squares(w, b, sets, x), "data")
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P(), check_vma=check)
-    value, (dw, db, new) = jax.jit(jax.value_and_grad(sharded, (0, 1, 2)))(w, b, sets, x)
-    want_value, (want_dw, want_db, want_new) = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(w, b, sets, x)
+    value, (dw, db, new) = jax.jit(jax.value_and_grad(sharded, (0, 1, 2)))(*arguments)
     same("state", new, want_new)
     for got, want in ((value, want_value), (dw, want_dw), (db, want_db)):
         near(got, want)
@@ -310,26 +327,30 @@ def test_shard_map_outside_of_jit(check):
             same("y", [sharded(x)], [fj.rmsnorm(x, gamma)])
 
 
+def gated(gamma, kernels, sets, x):
+    y = fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
+    return (y**2).sum()
+
+
+@functools.cache
+def mlp_on_one_device(recipe):
+    """Arguments of ``gated``, of very different batches, and value and gradients."""
+    found = RECIPES[recipe]
+    x, gamma, k1, k2 = draw(0, 8, 16, K) * jnp.exp2(jnp.arange(8.0))[:, None, None], draw(1, K), draw(2, K, 2, N), draw(3, N, K)
+    arguments = gamma, (k1, k2), (fj.noop_quantizer_set,) * 2 if found is None else fj.create_set(found, 2), x
+    return arguments, jax.jit(jax.value_and_grad(gated, (0, 1, 2)))(*arguments)
+
+
 @pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
 def test_an_mlp_over_devices_is_one_device(recipe, manual):
     """Rows over 8 devices. With current scaling the products' operands share their amaxes over devices, so that the codes are the same."""
-    found = RECIPES[recipe]
     mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
-    x, gamma, k1, k2 = draw(0, 8, 16, K) * jnp.exp2(jnp.arange(8.0))[:, None, None], draw(1, K), draw(2, K, 2, N), draw(3, N, K)
-    sets = (fj.noop_quantizer_set,) * 2 if found is None else fj.create_set(found, 2)
-
-    def loss(gamma, kernels, sets, x):
-        y = fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
-        return (y**2).sum()
-
-    value = jax.value_and_grad(loss, (0, 1, 2))
-    want, (want_gamma, want_kernels, want_sets) = jax.jit(value)(gamma, (k1, k2), sets, x)
+    (*shared, x), want = mlp_on_one_device(recipe)
     if manual:
-        summed = jax.shard_map(lambda *a: jax.lax.psum(loss(*a), "data"), mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P())
-        got, grads = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(gamma, (k1, k2), sets, x)
+        summed = jax.shard_map(lambda *a: jax.lax.psum(gated(*a), "data"), mesh=mesh, in_specs=(P(), P(), P(), P("data")), out_specs=P())
+        got = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))(*shared, x)
     else:
-        whole = jax.device_put((gamma, (k1, k2), sets), NamedSharding(mesh, P()))
-        got, grads = jax.jit(value)(*whole, jax.device_put(x, NamedSharding(mesh, P("data"))))
-    jax.tree.map(near, (got, grads[0], grads[1]), (want, want_gamma, want_kernels))
-    jax.tree.map(near, grads[2], want_sets)
+        whole = jax.device_put(tuple(shared), NamedSharding(mesh, P()))
+        got = jax.jit(jax.value_and_grad(gated, (0, 1, 2)))(*whole, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    jax.tree.map(near, got, want)

@@ -1,8 +1,9 @@
-"""Programs written for Transformer Engine, with this door under its name. Each in a process of its own: names are not given back."""
+"""Programs written for Transformer Engine, with this door under its name. In processes of their own: names are not given back."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -44,25 +45,22 @@ PROGRAM = """
     assert float(layer.fp8_meta["scaling_fwd"].scale[0]) != 1.0
     print("arguments", sys.argv[1:], "name", __name__)
 """
-
-
-def python(*arguments, code=None):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, *arguments, *(["-c", textwrap.dedent(code)] if code else [])]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-
-
-def test_an_unchanged_script_runs(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(PROGRAM) + "import helper\n")
-    (tmp_path / "helper.py").write_text("print('beside the script')\n")
-    done = python("-m", "fp8kit_torch.as_transformer_engine", str(script), "--steps", "5")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "arguments ['--steps', '5'] name __main__\nbeside the script\n"
-
-
-def test_the_call_gives_names_and_refuses_what_is_not_there():
-    done = python(code="""
+# what is tried, one after the other in one process: importing PyTorch takes longer than all of it
+PARTS = {
+    "too late is refused": """
+        import sys, types
+        sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
+        import fp8kit_torch
+        from fp8kit.errors import BackendError
+        try:
+            fp8kit_torch.as_transformer_engine()
+        except BackendError as error:
+            assert "imported already" in str(error)
+        else:
+            raise AssertionError("taken over")
+        del sys.modules["transformer_engine"]
+    """,
+    "the call gives names and refuses what is not there": """
         import sys, importlib.util, importlib.metadata
         import fp8kit_torch
         assert not any(name.startswith("transformer_engine") for name in sys.modules), "import alone must not do it"
@@ -89,12 +87,8 @@ def test_the_call_gives_names_and_refuses_what_is_not_there():
                 assert "fp8kit_torch" in str(error), error
             else:
                 raise AssertionError(name)
-    """)
-    assert done.returncode == 0, done.stderr
-
-
-def test_modules_within_and_what_there_is_nothing_for():
-    done = python(code="""
+    """,
+    "modules within, and what there is nothing for": """
         import fp8kit_torch as ft
         ft.as_transformer_engine()
         import torch
@@ -135,13 +129,9 @@ def test_modules_within_and_what_there_is_nothing_for():
                 assert "nonsense" in str(error)
             else:
                 raise AssertionError(module)
-    """)
-    assert done.returncode == 0, done.stderr
-
-
-def test_probes_say_no_where_there_is_nothing():
-    """``hasattr``, ``getattr`` with a default, and imports within ``try`` lead to a program's other path; who does not ask is told why."""
-    done = python(code="""
+    """,
+    # ``hasattr``, ``getattr`` with a default, and imports within ``try`` lead to a program's other path; who does not ask is told why
+    "probes say no where there is nothing": """
         import importlib
         import fp8kit_torch as ft
         assert not hasattr(ft, "MXFP8Tensor")
@@ -174,8 +164,46 @@ def test_probes_say_no_where_there_is_nothing():
             raise AssertionError("nonsense")
         from transformer_engine.pytorch import fp8, attention
         assert attention.DotProductAttention is ft.DotProductAttention
-    """)
+    """,
+}
+RUN = """
+    import json, sys, traceback
+    told = {}
+    for name, code in json.loads(sys.argv[1]).items():
+        try:
+            exec(code, {"__name__": name})
+        except BaseException:
+            told[name] = traceback.format_exc()
+    print(json.dumps(told))
+"""
+
+
+def python(*arguments):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]), "PYTHONWARNINGS": "error"}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_an_unchanged_script_runs(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(PROGRAM) + "import helper\n")
+    (tmp_path / "helper.py").write_text("print('beside the script')\n")
+    done = python("-m", "fp8kit_torch.as_transformer_engine", str(script), "--steps", "5")
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "arguments ['--steps', '5'] name __main__\nbeside the script\n"
+
+
+@pytest.fixture(scope="module")
+def told():
+    """Part -> the traceback of what failed in it."""
+    command = json.dumps({name: textwrap.dedent(code) for name, code in PARTS.items()})
+    done = python("-c", textwrap.dedent(RUN), command)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_within_a_program(part, told):
+    assert part not in told, told[part]
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"]])
@@ -183,19 +211,3 @@ def test_without_a_program_the_usage_is_said(arguments, capsys):
     assert importlib.import_module("fp8kit_torch.as_transformer_engine").main(arguments) == 2  # the door has a function of that name
     assert "usage" in capsys.readouterr().err
     assert "transformer_engine" not in sys.modules
-
-
-def test_too_late_is_refused():
-    done = python(code="""
-        import sys, types
-        sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
-        import fp8kit_torch
-        from fp8kit.errors import BackendError
-        try:
-            fp8kit_torch.as_transformer_engine()
-        except BackendError as error:
-            assert "imported already" in str(error)
-        else:
-            raise AssertionError("taken over")
-    """)
-    assert done.returncode == 0, done.stderr
