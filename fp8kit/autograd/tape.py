@@ -67,8 +67,8 @@ class Node:
 def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False) -> None:
     """Walk back from ``roots``, pairs of an edge and its cotangent. Unless ``retain_graph``, nodes give up what they saved.
 
-    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded. Raises AutogradError
-    when a node was already walked and gave up what it saved.
+    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded; it has given up what it saved too.
+    Raises AutogradError when a node was already walked and gave up what it saved.
     """
     pending: dict[Node, list[Any]] = {}
     heap: list[tuple[int, Node]] = []
@@ -87,6 +87,7 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             heapq.heappush(heap, (-target.sequence, target))
         slots[index] = cotangent if slots[index] is None else add(slots[index], cotangent)
 
+    around, _MODE.retaining = _MODE.retaining, retain_graph
     try:
         for edge, cotangent in roots:
             deliver(edge, cotangent)
@@ -101,12 +102,13 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             cotangents = pending.pop(node)
             for index, hooks in (node.hooks or {}).items():
                 cotangents[index] = hooked(hooks, cotangents[index])
+            if not retain_graph:
+                node.backward = None
             gradients = backward(cotangents)
+            del backward
             for target, gradient in gradients if node.edges is None else zip(node.edges, gradients, strict=True):
                 if target is not None and gradient is not None:
                     deliver(target, gradient)
-            if not retain_graph:
-                node.backward = None
         for leaf, gradient in leaves.values():
             leaf.accumulate(gradient)
         for function, items in finishing.items():
@@ -116,6 +118,8 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             for item in items.values():
                 item.discard()
         raise
+    finally:
+        _MODE.retaining = around
 
 
 def hooked(hooks: Sequence[Callable[[Any], Any]], cotangent: Any) -> Any:
@@ -182,6 +186,7 @@ class watching:
 
 class _Mode(threading.local):
     enabled = True
+    retaining = False
     probe: Probe | None = None
     watcher: Watcher | None = None
 
@@ -195,6 +200,11 @@ _MODE = _Mode()
 def is_grad_enabled() -> bool:
     """Whether the forward pass is being recorded on this thread."""
     return _MODE.enabled
+
+
+def retaining() -> bool:
+    """Whether the backward pass that runs on this thread keeps what was saved for it, because another one may come."""
+    return _MODE.retaining
 
 
 def probe() -> Probe | None:

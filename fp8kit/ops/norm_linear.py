@@ -14,6 +14,7 @@ from fp8kit.formats import uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import Product, ProductSpec, row_count
 from fp8kit.ops.products import product_of
+from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -183,6 +184,8 @@ class NormLinear(Operation):
         if p.needs_w:
             normed = kept.get("normed") if stage.as_output else saved.get("normed")
             p.wgrad(k, g2, None if normed is None else normed.rows(), saved, grads, scratch, stream)
+            del normed
+            done(saved, "normed")
         if p.needs_x:
             dnormed = scratch["dnormed"]
             assert dnormed is not None
