@@ -31,6 +31,9 @@ TRANSFORMER_ENGINE = {
     "DelayedScaling": (0.0376, 0.0592, 0.0592), "Float8CurrentScaling": (0.0376, 0.0592, 0.0592),
     "Float8BlockScaling": (0.0377, 0.0377, 0.0377),
 }  # fmt: skip
+# The values differ between the two measurements. Where they lie between powers of two moves a cast's error by up to 0.25 % to either side
+# (normal values times 2**(k / 8), cast by blocks of 128 with powers of two as scales), and the figures above have three digits.
+SLACK = 1.005
 RESULTS = ("y", "dx", "dW")
 
 
@@ -51,7 +54,7 @@ def errors(recipe: Recipe | None, layer: nn.Linear, x: Any, g: Any, exact: Seque
 
 
 def error_part(setting: Setting) -> list[Row]:
-    """A row a recipe. "WRONG" where an error is above Transformer Engine's at the full sizes by more than the last digit of its figure."""
+    """A row a recipe. "WRONG" where an error is above Transformer Engine's at the full sizes by more than ``SLACK``."""
     m, k, n = setting.sizes.error
     device = setting.device
     host = [random.normal(shape, seed, ml_dtypes.bfloat16) for seed, shape in enumerate(((m, k), (n, k), (m, n)))]
@@ -71,7 +74,7 @@ def error_part(setting: Setting) -> list[Row]:
     for name, recipe in RECIPES.items():
         found = errors(recipe, layer, x, g, exact, wide)
         theirs = TRANSFORMER_ENGINE.get(name)
-        worse = theirs is not None and any(round(value, 4) > their for value, their in zip(found.values(), theirs, strict=True))
+        worse = theirs is not None and any(value > their * SLACK for value, their in zip(found.values(), theirs, strict=True))
         row: Row = {"workload": f"Linear, {m} x {k} to {n}", "case": name, "status": "ok", "transformer_engine": theirs,
                     "unit": ", ".join(f"{key} {value:.4f}" for key, value in found.items())}
         row |= {f"error_{key}": value for key, value in found.items()}

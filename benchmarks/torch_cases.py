@@ -254,6 +254,7 @@ def breakeven(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
     def torchs(name: str, captured: bool = False) -> dict[str, Contender]:
         return {name: lambda p: eager(p, captured=captured, module=modules.of(p, name, lambda: plain_module(p)))}
 
+    free()  # what the cell before took
     found = torchs(EAGER) | native_door("fp8kit native FP8", fp8, modules)
     found["fp8kit_torch FP8"] = lambda p: fp8kit_torch(p, fp8)
     if problem.device.kind == "cuda":

@@ -131,14 +131,15 @@ class autocast(ContextDecorator):
         if depth != thread.active:
             return
         thread.active = 0
-        touched, thread.touched = thread.touched, {}
+        left = list(thread.touched.items())
+        thread.touched = {}
         try:
-            while touched and kind is None:
-                door, recipe = key = next(iter(touched))
-                door.commit_forward(recipe, list(touched[key].values()))
-                del touched[key]
+            while left and kind is None:
+                (door, recipe), states = left[0]
+                door.commit_forward(recipe, list(states.values()))
+                del left[0]
         finally:
-            for (door, _), states in touched.items():
+            for (door, _), states in left:
                 door.discard_forward(list(states.values()))
 
 

@@ -66,8 +66,7 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     if scale is None:
         factors = arrays.empty(grid, formats.float32, where)
         amax = arrays.zeros(grid, formats.float32, where)
-        values = rows if view.dtype is not formats.float64 else _narrowed(rows)
-        kernels.amax(values, amax, tile, stream)
+        kernels.amax(rows, amax, tile, stream)
         blocks = scaling not in ("tensor", "row")
         # what a block's scale is where format.max / amax overflows: the largest value of x's dtype, as Transformer Engine has it
         for_inf = min(view.dtype.max, _FLOAT32_MAX) if scaling.startswith("block") else _FLOAT32_MAX
@@ -238,7 +237,8 @@ class Float8Tensor:
 
     def __getitem__(self, index: int | slice) -> Float8Tensor:
         """Part of the first dimension: an index, or a slice without a step. Blocks of scales are not cut: ShapeError."""
-        if self._flipped or not self.ndim or not isinstance(index, int | np.integer | slice) or self.scaling not in ("tensor", "row"):
+        whole = isinstance(index, int | np.integer) and not isinstance(index, np.timedelta64)  # which NumPy calls an integer
+        if self._flipped or not self.ndim or not (whole or isinstance(index, slice)) or self.scaling not in ("tensor", "row"):
             got = f"{index!r} of shape {self.shape}{', transposed' if self._flipped else ''}, scaling {self.scaling!r}"
             raise ShapeError(expected("Float8Tensor[...]", "index", got, 'an index or slice of dim 0, scaling "tensor" or "row"'))
         count = self.shape[0]
@@ -365,12 +365,6 @@ def _numbers(scale: Any) -> np.ndarray[Any, Any]:
     except (TypeError, ValueError, OverflowError):  # nested unevenly
         pass
     raise FormatError(expected("quantize", "scale", shown(scale), "numbers, or an array of float32"))
-
-
-def _narrowed(rows: ArrayView) -> ArrayView:
-    """float64 as float32, by the array's own library; what overflows becomes Inf."""
-    with np.errstate(over="ignore"):
-        return arrays.as_view(arrays.provider(rows.device).native(rows).astype(np.float32))
 
 
 def _padded(codes: ArrayView, kernels: Any, stream: int) -> ArrayView:

@@ -87,7 +87,7 @@ class Format:
         """Code of +Inf, None where the format has none."""
         return self.max_code + 1 if self.special == "ieee" else None
 
-    @property
+    @cached_property
     def max(self) -> float:
         """Largest finite value."""
         exponent, mantissa = divmod(self.max_code, 1 << self.mantissa_bits)

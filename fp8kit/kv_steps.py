@@ -14,10 +14,12 @@ import numpy as np
 from fp8kit.arguments import choice, flag, integer
 from fp8kit.arrays import Shape
 from fp8kit.errors import FormatError, Fp8kitError, ShapeError, expected
-from fp8kit.formats import DType
+from fp8kit.formats import DType, int32
 from fp8kit.ops.attention_spec import FORMATS
+from fp8kit.spec import Meta
 
 _OP = "InferenceParams"
+_STEP = ("cu_seqlens_q", "cu_seqlens_kv", "pages")  # what the kernels are told of a step
 _LEAST = 64  # positions that a cache is read up to at least; then powers of two, so that plans are found again
 
 
@@ -197,7 +199,7 @@ class Steps:
         for name in ("num_heads_kv", "head_dim_k", "dtype"):
             if getattr(self, name) is None:
                 raise Fp8kitError(expected(_OP, name, None, "a value, where memory is made before a layer says its own"))
-        self._cache(_OP, integer(_OP, "layer_number", layer_number), self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype)  # type: ignore[arg-type]
+        self._cache(integer(_OP, "layer_number", layer_number), self.num_heads_kv, (self.head_dim_k, self.head_dim_v), self.dtype)  # type: ignore[arg-type]
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[Any, Any]:
         """A layer's keys and values as padded batches: h (batch, longest sequence, g, d) and (..., d_v), in the step's order, 0 beyond a
@@ -210,12 +212,12 @@ class Steps:
             found.append(self._gather(cache, (self.batch_size, self.max_seqlen_kv, *cache.shape[2:]), pages, totals))
         return found[0], found[1]
 
-    def inputs(self, operation: str, layer_number: int | None, qkv_format: str, leading: Shape, groups: int, dims: tuple[int, int],
-               dtype: DType) -> tuple[dict[str, Any], tuple[int, int]]:
-        """What ``ops.kv_cache`` wants beside the new q, k and v of a layer: its arrays, and (max_seqlen_q, max_seqlen_kv).
+    def check_step(self, operation: str, layer_number: int | None, qkv_format: str, leading: Shape, groups: int, dims: tuple[int, int],
+                   dtype: DType) -> tuple[dict[str, Meta], tuple[int, int]]:
+        """What ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q, max_seqlen_kv). Nothing is made.
 
-        ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys and values. Makes the layer's
-        caches at its first step. Raises Fp8kitError kinds where the step is not the announced one, ShapeError where the layer left out an
+        ``leading``: the new tokens' leading dimensions; ``groups``, ``dims``, ``dtype``: of the layer's keys and values. Raises Fp8kitError
+        kinds where the step is not the announced one or the caches are others than the layer wants, ShapeError where the layer left out an
         earlier one of a sequence, so that its cache has a hole.
         """
         self._sent("pages")
@@ -243,30 +245,38 @@ class Steps:
             if batch != self.batch_size or rows < longest:
                 wanted = f"batch {self.batch_size} and at least {longest} positions, as pre_step said"
                 raise ShapeError(expected(operation, "layers", f"batch {batch} and {rows} positions", wanted))
-        cache = self._cache(operation, layer_number, groups, *dims, dtype)
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "pages")
+        for size, own in (("num_heads_kv", groups), ("head_dim_k", dims[0]), ("head_dim_v", dims[1])):
+            if getattr(self, size) not in (None, own):
+                raise ShapeError(expected(operation, size, own, f"{getattr(self, size)} as inference_params"))
+        if self.dtype not in (None, dtype):
+            raise FormatError(expected(operation, "dtype", dtype, f"{self.dtype} as inference_params"))
         rows = min(self.max_ctx_len, _power_of_two(longest)) if qkv_format == "thd" else 0
         columns = min(self.max_sequence_length, _power_of_two(max(_LEAST, self.max_seqlen_kv)))
-        return {"k_cache": cache.k, "v_cache": cache.v, **{name: self._on_device[name] for name in names}}, (rows, columns)
+        shapes = self._cache_shapes(groups, dims)
+        if layer_number in self._caches:
+            shapes = {name: tuple(cache.shape) for name, cache in zip(shapes, self._caches[layer_number], strict=True)}
+        metas = {name: Meta(shape, dtype) for name, shape in shapes.items()}
+        return metas | {name: Meta(tuple(self._on_device[name].shape), int32) for name in _STEP}, (rows, columns)
+
+    def inputs(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> dict[str, Any]:
+        """The arrays that ``check_step`` spoke of. Makes the layer's caches at its first step."""
+        cache = self._cache(layer_number, groups, dims, dtype)
+        return {"k_cache": cache.k, "v_cache": cache.v, **{name: self._on_device[name] for name in _STEP}}
 
     def stepped(self, layer_number: int | None) -> None:
         """A layer has taken the announced step."""
         self._stepped.add(layer_number)
         self._written[layer_number] = dict(self.sequences)
 
-    def _cache(self, operation: str, layer_number: int, groups: int, dim: int, dim_v: int, dtype: DType) -> Cache:
-        """A layer's caches, made where it has none. ShapeError, FormatError where they are others than the layer wants."""
-        for name, got in (("num_heads_kv", groups), ("head_dim_k", dim), ("head_dim_v", dim_v)):
-            wanted = getattr(self, name)
-            if wanted not in (None, got):
-                raise ShapeError(expected(operation, name, got, f"{wanted} as inference_params"))
-        if self.dtype not in (None, dtype):
-            raise FormatError(expected(operation, "dtype", dtype, f"{self.dtype} as inference_params"))
+    def _cache_shapes(self, groups: int, dims: tuple[int, int]) -> dict[str, Shape]:
+        page = self.total_num_pages, self.page_size, groups
+        return {name: (*page, dim) for name, dim in zip(("k_cache", "v_cache"), dims, strict=True)}
+
+    def _cache(self, layer_number: int, groups: int, dims: tuple[int, int], dtype: DType) -> Cache:
+        """A layer's caches, made where it has none."""
         found = self._caches.get(layer_number)
         if found is None:
-            page = self.total_num_pages, self.page_size, groups
-            found = Cache(self._empty((*page, dim), dtype), self._empty((*page, dim_v), dtype))
-            self._caches[layer_number] = found
+            found = self._caches[layer_number] = Cache(*(self._empty(shape, dtype) for shape in self._cache_shapes(groups, dims).values()))
         return found
 
     def __repr__(self) -> str:

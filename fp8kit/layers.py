@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError, expected
@@ -57,6 +58,49 @@ _FORMS = {
     ("query_layer", "kv_layer"): ("q_kv", ("q", "kv")),
     ("qkv_layer",): ("qkv", ("qkv",)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a call of the core attention comes to, decided and checked before the layers are there: the ``operation`` and its ``spec``, as
+    the door has them, and the inputs ``beside`` the layers by name, where the layers will be."""
+
+    operation: Any
+    spec: Any
+    beside: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A call of ``MultiheadAttention``, checked before its first projection runs: its ``core``, where keys and values come from
+    (``source``, None for self attention), and for each layer that is turned ``RopeSpec`` and its inputs but "x"."""
+
+    core: Settled
+    source: Any
+    turns: Mapping[str, tuple[Any, Mapping[str, Any]]]
+
+
+def projected(core: Any, queries: tuple[int, ...], keys: tuple[int, ...] | None, apart: bool,
+              normed: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes of the layers that ``MultiheadAttention`` will hand to its ``core``, by the core's arguments. ``queries``, ``keys``: leading
+    dimensions of what is projected, keys None for self attention; ``apart``: each part a layer, its heads a dimension of their own, the
+    queries of an attention across only where they are ``normed``."""
+    heads, groups, dim = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
+    if not apart:
+        if keys is None:
+            return {"qkv_layer": (*queries, (heads + 2 * groups) * dim)}
+        return {"query_layer": (*queries, heads * dim), "kv_layer": (*keys, 2 * groups * dim)}
+    whole = keys is not None and not normed
+    found = {"query_layer": (*queries, heads * dim) if whole else (*queries, heads, dim)}
+    return found | dict.fromkeys(("key_layer", "value_layer"), (*(queries if keys is None else keys), groups, dim))
+
+
+def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
+    """Where the sequences of "thd" start, int32 (b + 1,): what the inputs ``beside`` the queries of an attention say, or its ``cache``."""
+    for name in ("cu_seqlens_q_padded", "cu_seqlens_q"):
+        if beside.get(name) is not None:
+            return beside[name]
+    return None if cache is None else cache.cu_seqlens_q
 
 
 def known_options(operation: str, given: Iterable[str]) -> None:

@@ -151,11 +151,12 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
                 arrays.copy(state.views[field], arrays.as_view(array))
         return
     most_recent = recipe.amax_compute_algo == "most_recent"
-    parts: dict[Device, list[dict[str, ArrayView]]] = {}
-    for views in [state.views for state in states]:
-        parts.setdefault(views["scale"].device, []).append(views)
+    parts: dict[Device, list[tuple[ArrayView, ...]]] = {}
+    for state in states:
+        scale, scale_inv, history = state.views.values()
+        parts.setdefault(scale.device, []).append((scale, scale_inv, history))
     for device, there in parts.items():
-        scales, inverses, histories = ([views[field] for views in there] for field in FIELDS)
+        scales, inverses, histories = zip(*there, strict=True)
         on = arrays.current_stream(device) if stream is None else stream(device)
         dispatch.kernels(device).update_delayed_(scales, inverses, histories, [fp8_max] * len(there), recipe.margin, most_recent, on)
 

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8kit import formats
 from fp8kit.arguments import number, shown
 from fp8kit.arrays import ArrayView, as_view
 from fp8kit.errors import FormatError, expected
 from fp8kit.ops.values import check_indices, check_sequences
+from fp8kit.spec import Meta
 
 
 def as_array(operation: str, argument: str, value: Any) -> Any:
@@ -25,6 +27,21 @@ def as_array(operation: str, argument: str, value: Any) -> Any:
     except (TypeError, ValueError, OverflowError):
         pass
     raise FormatError(expected(operation, argument, "None" if value is None else shown(value), "an array"))
+
+
+def meta_of(operation: str, argument: str, value: Any) -> Meta:
+    """Shape and dtype that ``as_array(value)`` will have, where it can be said without making it. FormatError for what is no array or has
+    no dtype of fp8kit."""
+    key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if key or not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+        value = as_array(operation, argument, value)
+    return Meta(tuple(value.shape), formats.dtype(np.dtype(jax.dtypes.canonicalize_dtype(value.dtype)), operation, argument))
+
+
+def stand(operation: str, argument: str, value: Any) -> Any:
+    """What stands for an array: a ``jax.ShapeDtypeStruct``. FormatError for what is no array."""
+    array = as_array(operation, argument, value)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:

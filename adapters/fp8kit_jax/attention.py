@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ShapeError, expected
 from fp8kit.ops.attention import FORMATS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
-from fp8kit_jax.arguments import as_array, as_number, check_sums
+from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
 
+_OP = "dot_product_attention"
 # how many arrays come -> fp8kit's layout, its inputs, and how many of q, k and v each holds
 LAYOUTS = {1: ("qkv", ("qkv",), (3,)), 2: ("q_kv", ("q", "kv"), (1, 2)), 3: ("separate", ("q", "k", "v"), (1, 1, 1))}
 
@@ -44,9 +46,43 @@ def dot_product_attention(
 
     Returns h (b, s_q, heads, d_v), or as query's format has it.
     """
-    op = "dot_product_attention"
-    given = {"query": query} | {name: a for name, a in (("key", key), ("value", value)) if a is not None}
-    layers = [as_array(op, name, a) for name, a in given.items()]
+    options = dict(locals())
+    layers = {name: options.pop(name) for name in ("query", "key", "value")}
+    layers = {name: as_array(_OP, name, value) for name, value in layers.items() if value is not None or name == "query"}
+    call = _settled(layers, **options)
+    inputs = call.inputs | (rng_inputs(dropout_key) if call.spec.dropout else {})
+    return apply(attention, call.spec, inputs, pairs=("rng",), flat=call.flat, views={"o": call.o})["o"]
+
+
+def rehearse(query: Any, key: Any = None, value: Any = None, **options: Any) -> None:
+    """Refuse what ``dot_product_attention`` would refuse of these arguments, and run nothing: what a layer asks before its projections run.
+
+    ``query``, ``key``, ``value``: ``jax.ShapeDtypeStruct``s, which stand for arrays; ``options``: as there, but for a key."""
+    layers = {name: a for name, a in (("query", query), ("key", key), ("value", value)) if a is not None}
+    call = _settled(layers, **options | {"dropout_rate": 0.0})
+    metas = {name: meta_of(_OP, name, value) for name, value in call.inputs.items() if value is not None}
+    attention.infer(call.spec, {name: meta._replace(shape=call.flat.get(name, meta.shape)) for name, meta in metas.items()}, frozenset())
+
+
+class _Call(NamedTuple):
+    """An attention: its inputs by name, but for the generator's; the operation's own shapes of those that it has flattened; o's shape."""
+
+    spec: AttentionSpec
+    inputs: dict[str, Any]
+    flat: dict[str, tuple[int, ...]]
+    o: tuple[int, ...]
+
+
+def _settled(
+    given: Mapping[str, Any], attn_mask_type: str = "causal", mask: Any = None, bias: Any = None, attn_bias_type: str | None = None,
+    scale_factor: float | None = None, dropout_rate: float = 0.0, dropout_key: Any = None, qkv_format: str = "bshd",
+    window_size: tuple[int, int] | None = None, softmax_type: str = "vanilla", softmax_offset: Any = None, alibi_slopes: Any = None,
+    cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, cu_seqlens_q_padded: Any = None, cu_seqlens_kv_padded: Any = None,
+    max_seqlen_q: int = 0, max_seqlen_kv: int = 0, bottom_right_diagonal: bool | None = None,
+) -> _Call:
+    """What an attention of ``given`` query, key and value comes to, arrays or what stands for them. Its arguments are checked here but for
+    the shapes and dtypes that the operation looks at."""
+    op, layers = _OP, list(given.values())
     dropout_rate = as_number(op, "dropout_rate", dropout_rate, below=1.0)
     scale = 0.0 if scale_factor is None else as_number(op, "scale_factor", scale_factor, least=-math.inf)
     choice(op, "qkv_format", qkv_format, FORMATS)
@@ -60,7 +96,7 @@ def dot_product_attention(
     max_seqlen_q = integer(op, "max_seqlen_q", max_seqlen_q, 0, 2**31 - 1)
     max_seqlen_kv = integer(op, "max_seqlen_kv", max_seqlen_kv, 0, 2**31 - 1)
     dims, (layout, names, packed) = 3 if qkv_format == "thd" else 4, LAYOUTS[len(layers)]
-    if (value is not None and key is None) or any(
+    if ("value" in given and "key" not in given) or any(
         a.ndim != dims + (count > 1) or (count > 1 and a.shape[-3] != count) for a, count in zip(layers, packed, strict=True)
     ):
         wanted = f"{dims} dimensions each for {qkv_format!r}, or packed with 3 or 2 before the heads"
@@ -87,10 +123,9 @@ def dot_product_attention(
         packed_sums = qkv_format == "thd"
         total, most = (layer.shape[0], longest or None) if packed_sums else (None, layer.shape[max(qkv_format.find("s"), 0)])
         check_sums(op, inputs, f"cu_seqlens_{side}", total, most)
-    inputs |= rng_inputs(dropout_key) if dropout_rate else {}
     flat = {name: (*a.shape[: dims - 2], math.prod(a.shape[dims - 2 :])) for name, a, n in zip(names, layers, packed, strict=True) if n > 1}
     shape = (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1])
-    return apply(attention, spec, inputs, pairs=("rng",), flat=flat, views={"o": shape})["o"]
+    return _Call(spec, inputs, flat, shape)
 
 
 def running_sums(lengths: Any) -> Any:

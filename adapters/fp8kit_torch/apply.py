@@ -16,7 +16,7 @@ from fp8kit.errors import FormatError, expected
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.ops import OPS, record_
-from fp8kit_torch.plans import Call, Ready, Views, call, policy_now
+from fp8kit_torch.plans import Call, Ready, Stand, Views, call, policy_now
 from fp8kit_torch.state import ScalingState, finish_backward
 from fp8kit_torch.texts import decode
 from fp8kit_torch.views import dtype_of
@@ -116,6 +116,13 @@ def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fuse
         made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
         outputs = [*made, *(tensors[i] for i in ready.through)]
     return dict(zip(ready.names, outputs, strict=True))
+
+
+def rehearse(name: str, spec: Any, inputs: Mapping[str, Tensor | Stand], needs: tuple[str, ...] = ()) -> None:
+    """Refuse what an eager ``run`` would refuse of inputs, and run nothing; some may stand for what is not there yet. ``needs``: names of
+    those whose gradient will be wanted, where that matters. Within ``torch.compile`` nothing: there all is refused before anything runs."""
+    if not torch.compiler.is_compiling():
+        call(name, spec, tuple(inputs)).rehearse(list(inputs.values()), needs)
 
 
 class Traced(NamedTuple):

@@ -8,20 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, normed_and_turned, pair_of, turning
-from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected, on_behalf_of
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, Ahead, known_options, layout_of, normed_and_turned, pair_of, projected, turning
+from fp8kit_torch.apply import rehearse, run
+from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
 from fp8kit_torch.checks import CONSTRUCTED, check
-from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, check_values, one_of
+from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.parameters import Init
+from fp8kit_torch.plans import Stand
 from fp8kit_torch.recompute import checkpoint
-from fp8kit_torch.rope import angles
+from fp8kit_torch.rope import angles, check_turns
 from fp8kit_torch.specs import spec_for
+
+_NO_NAMES: Mapping[str, str] = {}
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -128,8 +131,9 @@ class MultiheadAttention(torch.nn.Module):
         bias = "add" if self.proj.use_bias and not self.return_bias else "none"
         options = options | {"attention_mask": attention_mask, "attn_mask_type": attn_mask_type, "window_size": window_size,
                     "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
-        out = self.branch(x, is_first_microbatch, bias, options, encoder_output, rotary_pos_emb, checkpoint_core_attention,
-                          return_norm=self.return_layernorm_output)
+        ahead = self.settle(op, x, encoder_output, options, rotary_pos_emb)
+        out = self.branch(x, is_first_microbatch, bias, options, ahead, checkpoint_core_attention, return_norm=self.return_layernorm_output,
+                          rotary_pos_emb=rotary_pos_emb)
         parts: list[Any] = [out["y"]]
         if self.return_bias:
             parts.append(self.proj_bias)
@@ -142,34 +146,78 @@ class MultiheadAttention(torch.nn.Module):
         """The output projection's bias, None where there is none."""
         return self.proj.bias
 
-    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any],
-               encoder_output: Tensor | None = None,
-               rotary_pos_emb: Any = None, checkpoint_core: bool = False, residual: bool = False,
-               return_norm: bool = False) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``); ``bias``: proj's; ``options``: the
-        core attention's."""
-        op, cross, first = "MultiheadAttention", self.attention_type == "cross", getattr(self, self._first)
+    def settle(self, operation: str, x: Tensor, encoder_output: Tensor | None, options: Mapping[str, Any], rotary_pos_emb: Any,
+               names: Mapping[str, str] = _NO_NAMES) -> Ahead:
+        """Decide and check all of a call before its first projection runs: ``encoder_output``, ``options`` of the core attention, the
+        angles. Fp8kitError kinds, with nothing changed; ``names``: what ``operation`` calls arguments that have another name there.
+        Within ``torch.compile`` the core and the turns are left to be settled with the layers."""
+        cross, form = self.attention_type == "cross", self.core_attention.qkv_format
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "a tensor") if cross else ("a tensor", "None")
-            raise ArgumentError(expected(op, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
-        self.core_attention.check_options(options)
-        form = self.core_attention.qkv_format
-        source = None if self.key_value is None else want_input(op, "encoder_output", encoder_output, self.key_value.in_features, form)
-        check_values(op, form, options, x.shape, x.shape if source is None else source.shape)
+            raise ArgumentError(expected(operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
+        source = None
+        if self.key_value is not None:
+            source = want_input(operation, "encoder_output", encoder_output, self.key_value.in_features, form)
+        if torch.compiler.is_compiling():
+            return Ahead(None, source, None)
+        if source is not None:
+            self._want_source(operation, x, source)
+        with on_behalf_of(operation, **names):
+            return self._settled(x, source, options, rotary_pos_emb)
+
+    def _want_source(self, operation: str, x: Tensor, source: Tensor) -> None:
+        at = self.core_attention.qkv_format.find("b")
+        if at >= 0 and source.shape[at] != x.shape[at]:
+            raise ShapeError(expected(operation, "encoder_output", f"shape {tuple(source.shape)}",
+                                      f"a batch of {x.shape[at]}, as hidden_states"))
+        if source.device != x.device:
+            raise BackendError(expected(operation, "encoder_output", f"device {source.device}", f"device {x.device}, as hidden_states"))
+        if source.dtype is not x.dtype and autocast_dtype(x) is None:
+            raise FormatError(expected(operation, "encoder_output", source.dtype, f"{x.dtype}, as hidden_states"))
+
+    def _settled(self, x: Tensor, source: Tensor | None, options: Mapping[str, Any], rotary_pos_emb: Any) -> Ahead:
+        op, core, dtype = "attention", self.core_attention, autocast_dtype(x) or x.dtype
+        shapes = projected(core, tuple(x.shape[:-1]), None if source is None else tuple(source.shape[:-1]), self._apart,
+                           self.q_norm is not None)
+        stands = {name: Stand(shape, dtype, x.device) for name, shape in shapes.items()}
+        layout, names = layout_of(op, {**dict.fromkeys(PARTS), **stands})
+        wanted: tuple[str, ...] = ()
+        if options.get("inference_params") is not None and torch.is_grad_enabled():
+            used = (x, *getattr(self, self._first).parameters())
+            wanted = tuple(names)[:1] if any(tensor.requires_grad for tensor in used) else ()
+        settled = core.settle(op, layout, {name: stands[argument] for name, argument in names.items()},
+                              {**options, "qkv_interleave_dim": self._interleave_dim}, wanted)
+        return Ahead(settled, source, {} if rotary_pos_emb is None else self._turns(op, stands, rotary_pos_emb, options))
+
+    @property
+    def _interleave_dim(self) -> int:
+        return -2 if self._interleaved and not self._apart else -3
+
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any], ahead: Ahead,
+               checkpoint_core: bool = False, residual: bool = False, return_norm: bool = False,
+               rotary_pos_emb: Any = None) -> dict[str, Tensor]:
+        """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``); ``bias``: proj's; ``options``: the
+        core attention's, and ``ahead`` what ``settle`` said of them and of ``rotary_pos_emb``."""
+        first, source = getattr(self, self._first), ahead.source
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:
             out = first.branch(x, is_first_microbatch, first.bias_mode, residual, return_norm)
             y = out["y"]
         else:
             y = first.branch(x, is_first_microbatch, first.bias_mode)
-        layers: dict[str, Tensor] = {"query_layer" if cross else "qkv_layer": y}
+        layers: dict[str, Tensor] = {"qkv_layer" if source is None else "query_layer": y}
         if self.key_value is not None and source is not None:
             layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
         if self._apart:
             layers = self._split(layers)
-        turn = None if rotary_pos_emb is None else lambda found: self._turned(found, rotary_pos_emb, options)
-        layers = normed_and_turned(layers, self._normed, turn, self.qk_norm_before_rope)
-        given = {**layers, **options, "qkv_interleave_dim": -2 if self._interleaved and not self._apart else -3}
+        def turn(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            turns = self._turns("MultiheadAttention", found, rotary_pos_emb, options) if ahead.turns is None else ahead.turns
+            return {**found, **{name: run("rope", spec, {"x": found[name], **beside})["y"] for name, (spec, beside) in turns.items()}}
+
+        layers = normed_and_turned(layers, self._normed, None if rotary_pos_emb is None else turn, self.qk_norm_before_rope)
+        given = {**layers, **options, "qkv_interleave_dim": self._interleave_dim}
+        if ahead.core is not None and isinstance(self.core_attention, DotProductAttention):
+            given["settled"] = ahead.core
         o = checkpoint(self.core_attention, use_reentrant=False, **given) if checkpoint_core else self.core_attention(**given)
         return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}
 
@@ -192,27 +240,24 @@ class MultiheadAttention(torch.nn.Module):
             return dict(layers)
         return {**layers, "query_layer": self.q_norm(layers["query_layer"]), "key_layer": self.k_norm(layers["key_layer"])}
 
-    def _turned(self, layers: Mapping[str, Tensor], rotary_pos_emb: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The projections with queries and keys turned by their positions; values as they are."""
-        op, core = "MultiheadAttention", self.core_attention
-        pair, found = pair_of(op, "rotary_pos_emb", rotary_pos_emb), dict(layers)
+    def _turns(self, operation: str, layers: Mapping[str, Tensor | Stand], rotary_pos_emb: Any,
+               options: Mapping[str, Any]) -> dict[str, tuple[Any, Mapping[str, Tensor]]]:
+        """How each of the layers, or what stands for them, will be turned; checked."""
+        core, cache = self.core_attention, options.get("inference_params")
+        pair = pair_of(operation, "rotary_pos_emb", rotary_pos_emb)
+        found: dict[str, tuple[Any, Mapping[str, Tensor]]] = {}
         for name, layer in layers.items():
             def placed(argument: str, value: Tensor, device: torch.device = layer.device) -> Tensor:
-                return angles(op, argument, value, device) if argument == "rotary_pos_emb" else value.to(device)
+                return angles(operation, argument, value, device) if argument == "rotary_pos_emb" else value.to(device)
 
             if PARTS[name] != "v":
-                segments, inputs = turning(op, name, layer, pair, core, options, placed)
+                segments, inputs = turning(operation, name, layer, pair, core, options, placed)
                 spec = spec_for("RopeSpec", segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
-                found[name] = run("rope", spec, inputs)["y"]
+                rehearse("rope", spec, inputs)
+                if cache is None and core.qkv_format == "thd":
+                    check_turns(operation, spec, inputs, layer.shape[0])
+                found[name] = spec, {argument: value for argument, value in inputs.items() if argument != "x"}
         return found
-
-
-def sequence_starts(operation: str, options: Mapping[str, Any], side: str) -> Tensor | None:
-    """Where the sequences of "thd" start, int32 (b + 1,): ``cu_seqlens_*_padded`` of a side, "q" or "kv", or else its ``cu_seqlens_*``."""
-    for name in (f"cu_seqlens_{side}_padded", f"cu_seqlens_{side}"):
-        if options.get(name) is not None:
-            return options[name]
-    return None
 
 
 def _qk_norms(operation: str, kind: str | None, features: int, eps: float, params_dtype: torch.dtype | None,

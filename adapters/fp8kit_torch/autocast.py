@@ -38,10 +38,11 @@ class autocast(_autocast):
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe = _DEFAULT if recipe is None else recipe
         else:
-            known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-            if amax_reduction_group is not None and not isinstance(amax_reduction_group, known):
-                group = repr(amax_reduction_group)
-                raise RecipeError(expected("autocast", "amax_reduction_group", group, "None or a process group of torch.distributed"))
+            if amax_reduction_group is not None:
+                known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+                if not isinstance(amax_reduction_group, known):
+                    group = repr(amax_reduction_group)
+                    raise RecipeError(expected("autocast", "amax_reduction_group", group, "None or a process group of torch.distributed"))
             super().__init__(enabled, calibrating, recipe)
         self.amax_reduction_group = amax_reduction_group
         self.traced: list[tuple[str, ScalingState]] | None = None

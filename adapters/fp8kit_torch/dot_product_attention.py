@@ -12,20 +12,20 @@ from torch import Tensor
 
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.kv_steps import cached_mask
-from fp8kit.layers import MISPLACED, alibi_slopes, layout_of, pair_of, want_padding
+from fp8kit.layers import MISPLACED, Settled, alibi_slopes, layout_of, pair_of, want_padding
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit_torch import checks
-from fp8kit_torch.apply import run
+from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, not_compiled, positive, refuse
 from fp8kit_torch.checks import CONSTRUCTED, MASK_ALIASES, channels, check, instance, optional
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.parameters import ParameterModule
-from fp8kit_torch.plans import policy_now
+from fp8kit_torch.plans import Stand, policy_now
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
-from fp8kit_torch.views import as_view, kind_of
+from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 CALLED = checks.CALLED | {"inference_params": optional(instance(InferenceParams, "an fp8kit_torch.InferenceParams, or None"))}
 _SUMS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -92,7 +92,8 @@ class DotProductAttention(ParameterModule):
                 checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
                 core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
                 inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None, *, qkv_layer: Tensor | None = None,
-                kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3, **other: Any) -> Tensor:
+                kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3, settled: Settled | None = None,
+                **other: Any) -> Tensor:
         """Attend. Arguments that have a twin in the constructor override it.
 
         * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v); with "bshd" b comes first,
@@ -112,99 +113,111 @@ class DotProductAttention(ParameterModule):
         * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend over their whole sequences.
           The step says the lengths, so cu_seqlens and padding masks are not given (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no
           "arbitrary" mask, no cross attention, no gradient.
+        * ``settled``: what ``settle`` said of these options, where it was asked before the layers were there; else this asks.
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
         op = "DotProductAttention"
         refuse(op, FORWARD[op], other)
-        if not torch.compiler.is_compiling():
+        if settled is None and not torch.compiler.is_compiling():
             check(op, CALLED, locals())
-        if checkpoint_core_attention:
-            options = {
-                "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-                "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_q": max_seqlen_q,
-                "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type, "window_size": window_size,
-                "bottom_right_diagonal": bottom_right_diagonal, "core_attention_bias_type": core_attention_bias_type,
-                "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "inference_params": inference_params,
-                "pad_between_seqs": pad_between_seqs, "qkv_layer": qkv_layer, "kv_layer": kv_layer,
-                "qkv_interleave_dim": qkv_interleave_dim,
-            }  # fmt: skip
-            return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, **options)
-        form = self.qkv_format if qkv_format is None else one_of(op, "qkv_format", qkv_format, FORMATS)
-        mask = self.attn_mask_type if attn_mask_type is None else one_of(op, "attn_mask_type", attn_mask_type, MASKS + MASK_ALIASES)
-        bias = one_of(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
-        layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
-        if qkv_interleave_dim not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
-            raise ArgumentError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
-        if qkv_interleave_dim == -2 and layout == "qkv":
-            layout = "qkv_interleaved"
-        device = next(iter(inputs.values())).device
-        beside = {
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "alibi_slopes": alibi_slopes,
+        options = {
+            "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type, "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal, "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "inference_params": inference_params,
+            "pad_between_seqs": pad_between_seqs, "qkv_interleave_dim": qkv_interleave_dim,
         }  # fmt: skip
-        if attention_mask is not None:
-            if "padding" in mask and cu_seqlens_q is None:
-                beside.update(counted(op, attention_mask, _lengths(form, inputs)))
-            elif mask == "arbitrary":
-                beside["mask"] = attention_mask
-            else:
-                raise ArgumentError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
-        for name, value in beside.items():
-            if value is not None:
-                inputs[name] = value.detach().to(device)
-        if bias == "alibi" and alibi_slopes is None:
-            inputs["alibi_slopes"] = _slopes(self.num_attention_heads, device)
-        if core_attention_bias is not None:
-            inputs["bias"] = core_attention_bias
-        if self.softmax_type == "learnable":
-            inputs["softmax_offset"] = self.softmax_offset
-        if pad_between_seqs is not None and pad_between_seqs != (cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None):
-            raise ArgumentError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
-        longest, operation = (0, 0), "attention"
-        channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
-        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bool(bottom_right_diagonal)
+        if checkpoint_core_attention:
+            options |= {"qkv_layer": qkv_layer, "kv_layer": kv_layer, **({} if settled is None else {"settled": settled})}
+            return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, **options)
+        layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
+        if settled is None:
+            settled = self.settle(op, layout, inputs, options)
+        first = next(iter(inputs.values()))
+        inputs.update(settled.beside)
         if inference_params is not None:
-            mask, corner, operation = self._check_cached(mask, bias, inputs), None, "cached_attention"
-            first = next(iter(inputs.values()))
-            leading = tuple(first.shape[: 1 if form == "thd" else 2])
-            step, longest = inference_params.inputs(op, self.layer_number, form, leading, self.num_gqa_groups, (channels, channels_v),
-                                                    kind_of(first.dtype))
-            inputs.update(step)
-        elif form == "thd":
-            longest = (_longest(op, "q", max_seqlen_q, inputs), _longest(op, "kv", max_seqlen_kv, inputs))
-        if inference_params is None:
-            q = inputs["q"] if "q" in inputs else inputs["qkv"]
-            k = inputs["k"] if "k" in inputs else inputs["kv"] if "kv" in inputs else inputs["qkv"]
-            check_values(op, form, inputs, q.shape, k.shape, longest)
-        dropout = self.attention_dropout if self.training else 0.0
-        if dropout:
-            inputs["rng"] = next_rng(device)
-        window = self.window_size if window_size is None else _window(op, window_size)
-        spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
-                        policy_now().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        o = run(operation, spec, inputs)["o"]
+            inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind_of(first.dtype)))
+        if self.training and self.attention_dropout:
+            inputs["rng"] = next_rng(first.device)
+        o = run(settled.operation, settled.spec, inputs)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
         return o
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Fp8kitError for options of ``forward`` whose names or values are wrong by themselves: what a layer asks before its projections
-        run."""
-        op, mask, window = "DotProductAttention", options.get("attn_mask_type"), options.get("window_size")
-        mask = self.attn_mask_type if mask is None else one_of(op, "attn_mask_type", mask, MASKS + MASK_ALIASES)
-        if options.get("core_attention_bias_type") is not None:
-            one_of(op, "core_attention_bias_type", options["core_attention_bias_type"], BIASES)
-        if window is not None:
-            _window(op, window)
-        if options.get("attention_mask") is not None and mask != "arbitrary":
-            counts = "padding" in mask and options.get("cu_seqlens_q") is None
-            if not counts:
-                raise ArgumentError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
+    @property
+    def _dims(self) -> tuple[int, int]:
+        """Features of a head of q and k, and of v."""
+        return self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
 
-    def _check_cached(self, mask: str, bias: str, inputs: dict[str, Tensor]) -> str:
+    def settle(self, operation: str, layout: str, layers: Mapping[str, Tensor | Stand], options: Mapping[str, Any],
+               wanted: tuple[str, ...] = ()) -> Settled:
+        """Decide what a call of ``forward`` comes to, and refuse what it would refuse of ``operation``'s arguments; nothing is changed.
+
+        ``layers``: the operation's inputs of ``layout``, or what stands for those that are not there yet; then what the operation itself
+        refuses is found here too (``wanted``: the layers whose gradient will be). ``options``: ``forward``'s arguments.
+        """
+        op, of = operation, options.get
+        form = self.qkv_format if of("qkv_format") is None else one_of(op, "qkv_format", options["qkv_format"], FORMATS)
+        mask = of("attn_mask_type")
+        mask = self.attn_mask_type if mask is None else one_of(op, "attn_mask_type", mask, MASKS + MASK_ALIASES)
+        bias = one_of(op, "core_attention_bias_type", of("core_attention_bias_type", "no_bias"), BIASES)
+        interleave = of("qkv_interleave_dim", -3)
+        if interleave not in (-3, -2) or (interleave == -2 and layout == "q_kv"):
+            raise ArgumentError(expected(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer"))
+        if interleave == -2 and layout == "qkv":
+            layout = "qkv_interleaved"
+        first = next(iter(layers.values()))
+        device = first.device
+        given = {name: options[name] for name in (*_SUMS, "alibi_slopes") if of(name) is not None}
+        if of("attention_mask") is not None:
+            if "padding" in mask and of("cu_seqlens_q") is None:
+                given.update(counted(op, options["attention_mask"], _lengths(form, layers)))
+            elif mask == "arbitrary":
+                given["mask"] = options["attention_mask"]
+                if not isinstance(given["mask"], Tensor):
+                    raise ArgumentError(expected(op, "attention_mask", type(given["mask"]).__name__, f"a tensor with {mask!r}"))
+            else:
+                raise ArgumentError(expected(op, "attention_mask", "a tensor", f"None with {mask!r}, or a padding mask without cu_seqlens"))
+        beside: dict[str, Tensor] = {name: value.detach().to(device) for name, value in given.items()}
+        if bias == "alibi" and of("alibi_slopes") is None:
+            beside["alibi_slopes"] = _slopes(self.num_attention_heads, device)
+        if of("core_attention_bias") is not None:
+            beside["bias"] = options["core_attention_bias"]
+        if self.softmax_type == "learnable":
+            beside["softmax_offset"] = self.softmax_offset
+        gaps, said = of("cu_seqlens_q_padded") is not None or of("cu_seqlens_kv_padded") is not None, of("pad_between_seqs")
+        if said is not None and said != gaps:
+            raise ArgumentError(expected(op, "pad_between_seqs", said, "True with cu_seqlens_*_padded, False without, or None"))
+        corner, window = of("bottom_right_diagonal"), of("window_size")
+        corner = self.bottom_right_diagonal if corner is None else bool(corner)
+        window = self.window_size if window is None else _window(op, window)
+        longest, asked, cache = (0, 0), "attention", of("inference_params")
+        step: dict[str, Stand] = {}
+        if cache is not None:
+            mask, corner, asked = self._check_cached(op, mask, bias, beside), None, "cached_attention"
+            leading = tuple(first.shape[: 1 if form == "thd" else 2])
+            metas, longest = cache.check_step(op, self.layer_number, form, leading, self.num_gqa_groups, self._dims, kind_of(first.dtype))
+            step = {name: Stand(meta.shape, dtype_of(meta.dtype), cache.cu_seqlens_q.device) for name, meta in metas.items()}
+        else:
+            if form == "thd":
+                longest = (_longest(op, "q", of("max_seqlen_q"), beside), _longest(op, "kv", of("max_seqlen_kv"), beside))
+            q = layers["q"] if "q" in layers else layers["qkv"]
+            k = layers["k"] if "k" in layers else layers["kv"] if "kv" in layers else layers["qkv"]
+            check_values(op, form, beside, q.shape, k.shape, longest)
+        dropout = self.attention_dropout if self.training else 0.0
+        channels, channels_v = self._dims
+        spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
+                        policy_now().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
+        if dropout or type(first) is Stand:  # a draw changes the generator's state
+            rng = {"rng": Stand((2,), torch.int64, device)} if dropout else {}
+            rehearse(asked, spec, {**layers, **beside, **step, **rng}, wanted)
+        return Settled(asked, spec, beside)
+
+    def _check_cached(self, op: str, mask: str, bias: str, inputs: dict[str, Tensor]) -> str:
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
-        op, why = "DotProductAttention", "with inference_params, whose step says the lengths"
+        why = "with inference_params, whose step says the lengths"
         if torch.compiler.is_compiling():
             raise not_compiled("inference_params")
         if self.attention_type == "cross":
@@ -240,7 +253,7 @@ def _layers(operation: str, query: Any, key: Any, value: Any, qkv: Any, kv: Any)
     return layout, {name: given[argument] for name, argument in inputs.items()}
 
 
-def _lengths(form: str, inputs: Mapping[str, Tensor]) -> tuple[int, int] | None:
+def _lengths(form: str, inputs: Mapping[str, Tensor | Stand]) -> tuple[int, int] | None:
     """(s_q, s_kv) of the layers; None with "thd", whose layers do not say them, and for layers without a sequence."""
     q = inputs["q"] if "q" in inputs else inputs["qkv"]
     k = inputs["k"] if "k" in inputs else inputs["kv"] if "kv" in inputs else inputs["qkv"]

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import FormatError, ShapeError, expected
-from fp8kit_torch.apply import run
+from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.draws import next_rng
+from fp8kit_torch.plans import Stand
 from fp8kit_torch.specs import spec_for
 
 
@@ -49,5 +50,9 @@ def dropout_add(x: Tensor, residual: Tensor | None = None, bias: Tensor | None =
     if x.ndim == 0:
         raise ShapeError(expected("dropout_add", "x", "no dimension", "(..., features)"))
     p = float(p) if training else 0.0
-    inputs = {"x": x, "bias": bias, "residual": residual, "rng": next_rng(x.device) if p else None}
-    return run("dropout_add", spec_for("DropoutAddSpec", x.shape[-1], p, True), inputs)["y"]
+    spec, inputs = spec_for("DropoutAddSpec", x.shape[-1], p, True), {"x": x, "bias": bias, "residual": residual}
+    if p:
+        there = {name: value for name, value in inputs.items() if value is not None}
+        rehearse("dropout_add", spec, {**there, "rng": Stand((2,), torch.int64, x.device)})  # a draw changes the generator's state
+        inputs["rng"] = next_rng(x.device)
+    return run("dropout_add", spec, inputs)["y"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8
@@ -98,9 +98,22 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise ShapeError(expected("GroupedLinear", "m_splits", splits, wanted))
         if is_first_microbatch not in (None, True, False):
             raise ArgumentError(expected("GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
+        if not torch.compiler.is_compiling():
+            self._want_groups_alike(x)
         y = torch.cat([self._group(i, part, is_first_microbatch) for i, part in enumerate(rows.split(splits))])
         y = y.reshape(*x.shape[:-1], self.out_features)
         return (y, [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None) if self.return_bias else y
+
+    def _want_groups_alike(self, x: Tensor) -> None:
+        """BackendError or FormatError for a group's parameter on another device or of another dtype than x, before any group runs."""
+        cast = autocast_dtype(x) is not None
+        for i in range(self.num_gemms):
+            for name in (f"weight{i}", *((f"bias{i}",) if self.use_bias and not self.return_bias else ())):
+                own = getattr(self, name)
+                if own.device != x.device:
+                    raise BackendError(expected("GroupedLinear", name, f"device {own.device}", f"device {x.device}, as inp"))
+                if own.dtype is not x.dtype and not cast:
+                    raise FormatError(expected("GroupedLinear", name, own.dtype, f"{x.dtype}, as inp"))
 
     def _group(self, i: int, x: Tensor, first: bool | None) -> Tensor:
         weight = self._opened_group(i)

@@ -61,6 +61,8 @@ class TransformerEngineBaseModule(StatefulModule):
             **options: Any) -> dict[str, Tensor]:
         """The layer's operation on ``inputs`` (x and weights), as the autocast says. ``bias``: of the last product; ``fp8_output``,
         ``fp8_grad``: y, and the gradient of x, in FP8 where FP8 is on (see ``Linear``); ``options``: further fields of the spec."""
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+            raise ArgumentError(expected(type(self).__name__, "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
         tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         weights: Held8 = {}
         if self._held is not None:
@@ -145,8 +147,6 @@ class TransformerEngineBaseModule(StatefulModule):
             for prefix, weight in zip(self.gemms, weights.values(), strict=True):
                 cached |= weight.inputs(type(self).__name__, prefix, self._fp8_of(recipe))
         elif first is not None and state.enabled:
-            if not isinstance(first, bool):
-                raise ArgumentError(expected(type(self).__name__, "is_first_microbatch", repr(first), "True, False or None"))
             cached = self._cached(self._fp8_of(recipe), first, bias, tensors, wiring) if kept is None else kept.weights
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, None if weights else cached)
@@ -160,7 +160,8 @@ class TransformerEngineBaseModule(StatefulModule):
         fp8, states = self._fp8_of(recipe), self.fp8_meta if delayed else None
         if fp8_grad and tensors["x"].requires_grad and torch.is_grad_enabled():
             tensors["x"] = cast_gradient(tensors["x"], fp8, states, wiring.ticket)
-        tensors = tensors | (codes or {}) | (cached or {})
+        if codes or cached:
+            tensors = tensors | (codes or {}) | (cached or {})
         call = self._call(fp8, cached is not None, bias, options, tensors, delayed, fused, codes is not None)
         outputs = apply(call, list(tensors.values()), wiring, fused)
         if fp8_output:

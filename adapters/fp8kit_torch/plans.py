@@ -11,14 +11,15 @@ the order of its ``ScalingState``: the state's own row, or one small tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView, Device, Shape
+from fp8kit.arrays import ArrayView, Device, Shape, contiguous_strides
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, apart, get_policy, policy_context, policy_from_text, traced_policy
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
@@ -119,6 +120,19 @@ def maker(where: torch.device, device: Device) -> Make:
     return lambda meta: view_of(torch.empty(meta.shape, dtype=dtype_of(meta.dtype), device=where), meta, device)
 
 
+class Stand(NamedTuple):
+    """What stands for a tensor that is not there yet."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
 class Call:
     """What is static about calling an operation.
 
@@ -127,7 +141,8 @@ class Call:
     keeps that of its forward pass, because its backward pass may run on another thread. ``text``: all this as a string (``texts``).
     """
 
-    __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "policy", "scaled", "spec", "text")
+    __slots__ = ("back", "back_slots", "front", "front_slots", "gemms", "names", "operation", "plans", "policy", "rehearsed", "scaled",
+                 "spec", "text")
 
     def __init__(self, text: str) -> None:
         name, self.spec, self.names, self.gemms, self.scaled, policy = decode(text)
@@ -137,6 +152,7 @@ class Call:
         self.front, self.back = forward_slots(self.gemms), backward_slots(self.gemms)
         self.front_slots, self.back_slots = FORWARD_SLOTS * len(self.gemms), BACKWARD_SLOTS * len(self.gemms)
         self.plans: dict[Any, Ready] = {}
+        self.rehearsed: set[Any] = set()
 
     def metas(self, kinds: Sequence[tuple[Any, DType]]) -> dict[str, Meta | None]:
         """Inputs by name, from shapes and dtypes in order; the scales with them."""
@@ -163,12 +179,8 @@ class Call:
     def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...]) -> Ready:
         """The plan for these tensors; made once for their shapes and dtypes and the policy in force. Raises what ``infer`` raises, and
         BackendError when tensors live on different devices."""
-        device, operation = tensors[0].device, self.operation.name
-        for name, tensor in zip(self.names, tensors, strict=True):
-            if tensor.device != device:
-                raise BackendError(expected(operation, argument_of(operation, name, self.names), f"device {tensor.device}",
-                                            f"device {device}, as {argument_of(operation, self.names[0], self.names)}"))
-        return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, device)
+        self._want_one_device(tensors)
+        return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, tensors[0].device)
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
         """``ready`` for tensors of these shapes and dtypes on ``device``."""
@@ -179,14 +191,39 @@ class Call:
             kinds = [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
             if len(self.plans) >= _PLAN_LIMIT:
                 self.plans.clear()
-            try:
+            with self._in_the_users_words():
                 found = self.plans[key] = Ready(self, kinds, needs, device, kernels)
-            except (ShapeError, FormatError) as error:
-                argument = str(error).split(": ", 2)[1:2]
-                if not argument or argument[0] not in self.names:
-                    raise
-                raise renamed(error, self.operation.name, argument_of(self.operation.name, argument[0], self.names)) from None
         return found
+
+    def rehearse(self, tensors: Sequence[Tensor | Stand], needs: tuple[str, ...] = ()) -> None:
+        """Refuse what ``ready`` would refuse of these inputs' shapes, dtypes and devices, and make no plan: what a layer asks before its
+        first operation about those that follow. What was found right is remembered."""
+        self._want_one_device(tensors)
+        key = (needs, *[(t.shape, t.dtype) for t in tensors])
+        if key not in self.rehearsed:
+            with self._in_the_users_words():
+                self.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs)
+            if len(self.rehearsed) >= _PLAN_LIMIT:
+                self.rehearsed.clear()
+            self.rehearsed.add(key)
+
+    def _want_one_device(self, tensors: Sequence[Tensor | Stand]) -> None:
+        device, operation = tensors[0].device, self.operation.name
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if tensor.device != device:
+                raise BackendError(expected(operation, argument_of(operation, name, self.names), f"device {tensor.device}",
+                                            f"device {device}, as {argument_of(operation, self.names[0], self.names)}"))
+
+    @contextmanager
+    def _in_the_users_words(self) -> Iterator[None]:
+        """Within, refusals of ``infer`` call the inputs as the user does."""
+        try:
+            yield
+        except (ShapeError, FormatError) as error:
+            argument = str(error).split(": ", 2)[1:2]
+            if not argument or argument[0] not in self.names:
+                raise
+            raise renamed(error, self.operation.name, argument_of(self.operation.name, argument[0], self.names)) from None
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy. BackendError where that is not what the caller's task has in force."""
@@ -236,6 +273,7 @@ def _place(device: torch.device) -> Device:
 class _Out(NamedTuple):
     name: str
     shape: Shape
+    strides: Shape
     dtype: torch.dtype
     kind: DType
     zero: bool
@@ -244,7 +282,7 @@ class _Out(NamedTuple):
 def _outs(metas: Mapping[str, Meta], slots: Mapping[str, int]) -> list[_Out]:
     """What is to be allocated; amaxes are not."""
     return [
-        _Out(name, meta.shape, dtype_of(meta.dtype), meta.dtype, meta.zero)
+        _Out(name, meta.shape, contiguous_strides(meta.shape), dtype_of(meta.dtype), meta.dtype, meta.zero)
         for name, meta in metas.items()
         if not (name.endswith("_amax") and name.removesuffix("_amax") in slots)
     ]
@@ -277,6 +315,7 @@ class Ready:
 
     def __init__(self, call: Call, kinds: list[tuple[Shape, DType]], needs: tuple[str, ...], device: torch.device, kernels: Any) -> None:
         self.operation, self.needs, self.device, self.place = call.operation, needs, device, _place(device)
+        self.guarded = device.type == "cuda" and torch.cuda.device_count() > 1  # an only device is always the current one
         self.eager = not call.policy  # compiled functions may be captured, and then account for all memory that they find allocated
         if call.gemms:
             products = [value for value in vars(call.spec).values() if isinstance(value, ProductSpec)]
@@ -300,6 +339,9 @@ class Ready:
         # (name, index, whether it is an output, shape, dtype) of what backward reads
         shapes = {name: (shape, kind) for name, shape, kind in self.inputs} | {out.name: (out.shape, out.kind) for out in self.outputs}
         self.kept = [(n, at[n] if n in at else made[n], n not in at, *shapes[n]) for n in signature.kept if n in at or n in made]
+        # of each wanted gradient: its place among those that are made, or the output whose cotangent it is
+        own = {out.name: i for i, out in enumerate(self.grads)}
+        self.answers = [(own.get(name), signature.grad_passes.get(name, "")) for name in needs]
         missing = [name for name in needs if name not in signature.grads and name not in signature.grad_passes]
         if missing:
             raise FormatError(expected(call.operation.name, missing[0], "a tensor that requires a gradient", "one that does not"))
@@ -310,7 +352,7 @@ class Ready:
 
     def forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them."""
-        if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
                 return self._forward(tensors, scales, amaxes)
         return self._forward(tensors, scales, amaxes)
@@ -320,7 +362,7 @@ class Ready:
         if amaxes is None and self.front:
             row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
             amaxes = amax_views(self.front, row, place)
-        views: Any = {**scales}
+        views: Any = scales.copy()
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr() or self._nowhere(name, tensor), shape, kind, place, tensor)
         outputs, filled = self._filled(self.outputs, amaxes)
@@ -349,7 +391,7 @@ class Ready:
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """(gradients of ``needs``, amaxes). ``held``: what forward saved; the list is emptied. ``kept`` and ``cotangents`` in the order of
         ``self.kept`` and ``self.names``; ``into``: where gradients by name go that have a place already."""
-        if self.place.kind == "cuda" and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
                 return self._backward(kept, held, cotangents, scales, amaxes, into)
         return self._backward(kept, held, cotangents, scales, amaxes, into)
@@ -362,7 +404,7 @@ class Ready:
         if amaxes is None and self.back:
             row = torch.zeros(self.back_slots, dtype=torch.float32, device=device)
             amaxes = amax_views(self.back, row, place)
-        views: Any = {**scales}
+        views: Any = scales.copy()
         for (name, _, _, shape, kind), tensor in zip(self.kept, kept, strict=True):
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
         arrived: dict[str, Tensor] = {}
@@ -385,18 +427,21 @@ class Ready:
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
         if self.grads_apart:
             made = [filled[out.name].owner for out in self.grads]
-        found = dict(zip([out.name for out in self.grads], made, strict=True))
-        passes = self.signature.grad_passes
-        return [found[name] if name in found else arrived.get(passes[name]) for name in self.needs], row
+        return [arrived.get(passed) if at is None else made[at] for at, passed in self.answers], row
 
     def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE, later: Mapping[str, Meta] = _NEVER
                 ) -> tuple[list[Tensor], Any]:
         """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name; but for those that are made ``later``."""
         made, views = [], {**amaxes} if amaxes else {}
-        for name, shape, dtype, kind, zero in outs:
+        for name, shape, strides, dtype, kind, zero in outs:
             if name in later and name not in into:
                 continue
-            tensor = into[name] if name in into else (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
+            if name in into:
+                tensor = into[name]
+            else:  # ``empty`` is the slower one: it has more forms, among which its arguments choose
+                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+                if zero:
+                    tensor.zero_()
             made.append(tensor)
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, self.place, tensor)
         return made, views

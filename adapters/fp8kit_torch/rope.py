@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor
 from fp8kit.arguments import integer
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.attention_spec import FORMATS
+from fp8kit.ops.rope import check_tokens
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import only, positive
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.parameters import placed
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.views import as_view
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -66,6 +68,14 @@ def angles(operation: str, argument: str, freqs: Tensor, device: torch.device) -
     if freqs.ndim not in (2, 4) or freqs.numel() != freqs.shape[0] * freqs.shape[-1]:
         raise ShapeError(expected(operation, argument, f"shape {tuple(freqs.shape)}", "(positions, 1, 1, features)"))
     return freqs.detach().to(device).reshape(freqs.shape[0], freqs.shape[-1])
+
+
+def check_turns(operation: str, spec: Any, inputs: Mapping[str, Any], tokens: int) -> None:
+    """``ops.rope.check_tokens`` of tensors that are on the CPU and have values; within ``torch.compile`` nobody looks."""
+    if not torch.compiler.is_compiling():
+        there = {name: value for name, value in inputs.items() if type(value) is Tensor and value.device.type == "cpu"}
+        if all(name in there for name in spec.angles):
+            check_tokens(operation, spec, {name: as_view(value) for name, value in there.items()}, tokens)
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", start_positions: Tensor | None = None,

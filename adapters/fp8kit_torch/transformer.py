@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import known_options
-from fp8kit_torch.apply import run
+from fp8kit.layers import known_options, sequence_starts
+from fp8kit.ops.values import check_sequences
+from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
-from fp8kit_torch.attention import MultiheadAttention, sequence_starts
+from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED
 from fp8kit_torch.draws import next_rng
@@ -20,10 +21,15 @@ from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.norm import LayerNorm, RMSNorm
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.parameters import Init
+from fp8kit_torch.plans import Stand
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.views import as_view
 
 # what the attention across has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
+_OWN = {"attn_mask_type": "self_attn_mask_type"}  # the core attention's arguments, and what the layer calls them: its own attention's
+_ACROSS = {"attn_mask_type": "enc_dec_attn_mask_type", "window_size": "enc_dec_window_size", "attention_mask": "enc_dec_attn_mask",
+           "bottom_right_diagonal": "enc_dec_bottom_right_diagonal"}  # and those of the attention across
 # whether a residual starts after a branch's norm -> its name among the branch's outputs, and how to ask for it
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
@@ -145,31 +151,47 @@ class TransformerLayer(torch.nn.Module):
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
-        if self.parallel_attention_mlp:
-            bias = "add" if attention.proj.use_bias else "none"
-            out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, residual=True)
-            beside = mlp.branch(out["residual"], first, bias, residual=True)
-            both = run("add", spec_for("AddSpec"), {"a": out["y"], "b": beside["y"]})["y"]
-            return self._join(both, None, beside["residual"], own)
-
-        post = self.apply_residual_connection_post_layernorm
-        bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
-        stream, ask = _STREAMS[post and attention.input_layernorm]
-        out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, **ask)
-        a = self._join(out["y"], attention.proj_bias, out[stream], own)
-        stream, ask = _STREAMS[post]
+        ahead = attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
+        paths = own if ahead.core is None else ahead.core.beside, inference_params
+        if self.training and self.drop_path_rate and self.attn_input_format == "thd" and not torch.compiler.is_compiling():
+            self._want_starts(x, sequence_starts(*paths))
+        across: dict[str, Any] = {}
         if self.inter_attention is not None:
             across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
             across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
                        "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
-            out = self.inter_attention.branch(a, first, bias, across, encoder_output, None, checkpoint_core_attention, **ask)
+            beyond = self.inter_attention.settle(op, x, encoder_output, across, None, _ACROSS)
+        if self.parallel_attention_mlp:
+            bias = "add" if attention.proj.use_bias else "none"
+            out = attention.branch(x, first, bias, own, ahead, checkpoint_core_attention, residual=True,
+                                   rotary_pos_emb=rotary_pos_emb)
+            beside = mlp.branch(out["residual"], first, bias, residual=True)
+            both = run("add", spec_for("AddSpec"), {"a": out["y"], "b": beside["y"]})["y"]
+            return self._join(both, None, beside["residual"], paths)
+
+        post = self.apply_residual_connection_post_layernorm
+        bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
+        stream, ask = _STREAMS[post and attention.input_layernorm]
+        out = attention.branch(x, first, bias, own, ahead, checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb, **ask)
+        a = self._join(out["y"], attention.proj_bias, out[stream], paths)
+        stream, ask = _STREAMS[post]
+        if self.inter_attention is not None:
+            out = self.inter_attention.branch(a, first, bias, across, beyond, checkpoint_core_attention, **ask)
             a = self._join(out["y"], self.inter_attention.proj_bias, out[stream])
         out = mlp.branch(a, first, bias, **ask)
-        y = self._join(out["y"], mlp.fc2_bias, out[stream], own)
+        y = self._join(out["y"], mlp.fc2_bias, out[stream], paths)
         return y if self.layernorm is None else self.layernorm(y)
 
-    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: Mapping[str, Any] | None = None) -> Tensor:
-        """residual + dropout(branch + bias), samples dropped where ``paths`` are given: the options that say where those lie."""
+    def _want_starts(self, x: Tensor, starts: Tensor | None) -> None:
+        """Fp8kitError for sequences that ``drop_path`` would refuse."""
+        with on_behalf_of("TransformerLayer", starts="cu_seqlens_q"):
+            like = {"x": x, "residual": x, "rng": Stand((2,), torch.int64, x.device), **({} if starts is None else {"starts": starts})}
+            rehearse("drop_path", spec_for("DropPathSpec", self.hidden_size, self.drop_path_rate, self.attn_input_format), like)
+            if starts is not None and type(starts) is Tensor and starts.device.type == "cpu":
+                check_sequences("drop_path", {"starts": as_view(starts)}, "starts", x.shape[0])
+
+    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: tuple[Mapping[str, Any], Any] | None = None) -> Tensor:
+        """residual + dropout(branch + bias), samples dropped where ``paths`` are given: what ``sequence_starts`` is asked."""
         p = self.hidden_dropout if self.training else 0.0
         rate = self.drop_path_rate if self.training and paths is not None else 0.0
         residual = residual.to(branch.dtype)
@@ -182,6 +204,6 @@ class TransformerLayer(torch.nn.Module):
             return joined
         inputs = {"x": joined, "residual": residual, "rng": next_rng(branch.device)}
         if self.attn_input_format == "thd":
-            starts = sequence_starts("TransformerLayer", paths, "q")
+            starts = sequence_starts(*paths)
             inputs["starts"] = None if starts is None else starts.to(branch.device)
         return run("drop_path", spec_for("DropPathSpec", self.hidden_size, rate, self.attn_input_format), inputs)["y"]

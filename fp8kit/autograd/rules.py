@@ -21,6 +21,7 @@ from fp8kit.scratch import Buffers, large, scratch
 from fp8kit.spec import Meta, Operation, Plan, Views
 
 _PLANS: dict[Any, Ready] = {}
+_REHEARSED: dict[Any, Any] = {}  # what was rehearsed -> its spec, which is held, so that its id stays its own
 _PLAN_LIMIT = 4096
 _NOTHING: dict[str, Any] = {}
 
@@ -212,6 +213,34 @@ def apply(
     if wanted:
         _record(operation, ready, inputs, views, outputs, saved, results, wanted, device, given, late, finish, watcher, where, owner)
     return results
+
+
+def rehearse(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | ArrayView | None], owner: object = None,
+             needs: tuple[str, ...] = (), implied: Mapping[str, ArrayView] = _NOTHING) -> None:
+    """Refuse what ``apply`` would refuse of these inputs, and run nothing: what a layer asks before its first operation about those that
+    follow. Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``: names of those whose
+    gradient will be wanted, where that matters; ``implied``: further inputs that always are as ``spec`` wants them. What was found right is
+    remembered by shapes, dtypes and devices. Raises ShapeError, FormatError and BackendError, as ``apply`` does.
+    """
+    views: dict[str, ArrayView] = {}
+    for name, value in inputs.items():
+        if value is not None:
+            views[name] = value.view if isinstance(value, Tensor) else value
+    key = (operation.name, id(spec), needs, *[(name, view.shape, view.dtype, view.device) for name, view in views.items()])
+    if key in _REHEARSED:
+        return
+    device = next(iter(views.values())).device
+    for name, view in views.items():
+        if view.device != device:
+            argument = name_in(owner, name, inputs[name])
+            raise BackendError(expected(operation.name, argument, f"device {view.device}", f"device {device}, where the other inputs are"))
+    try:
+        operation.infer(spec, {name: Meta(view.shape, view.dtype) for name, view in {**views, **implied}.items()}, frozenset(needs))
+    except (ShapeError, FormatError) as error:
+        raise _renamed(error, operation.name, inputs, owner) from None
+    if len(_REHEARSED) >= _PLAN_LIMIT:
+        _REHEARSED.clear()
+    _REHEARSED[key] = spec
 
 
 def _passed(value: Tensor | ArrayView | None, view: ArrayView | None) -> Tensor:

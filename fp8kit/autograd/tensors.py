@@ -388,10 +388,7 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
 
 def _convertible(view: ArrayView, kind: DType) -> ArrayView:
     """A view that the copy kernel turns into ``kind``: float64 goes through float32, as in ``quantize``. FormatError for others."""
-    if view.dtype is formats.float64:
-        with np.errstate(over="ignore"):
-            view = arrays.as_view(arrays.provider(view.device).native(view).astype(np.float32))
-    if view.dtype not in formats.HIGH_PRECISION or kind not in formats.HIGH_PRECISION:
+    if view.dtype not in (*formats.HIGH_PRECISION, formats.float64) or kind not in formats.HIGH_PRECISION:
         wanted = "float64, float32, bfloat16 or float16 to become one of the last three"
         raise FormatError(expected("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted))
     return arrays.contiguous(view)

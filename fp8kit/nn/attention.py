@@ -7,13 +7,12 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from fp8kit import arrays
-from fp8kit.arguments import choice, flag, integer, shown
+from fp8kit.arguments import choice, flag, integer
 from fp8kit.arrays import ArrayView
-from fp8kit.autograd import Tensor, apply
-from fp8kit.errors import ArgumentError, ShapeError, expected, on_behalf_of
-from fp8kit.layers import LAYERS, PARTS, QK_NORMS, known_options, normed_and_turned, pair_of, turning
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, rehearse
+from fp8kit.errors import ArgumentError, BackendError, ShapeError, expected, on_behalf_of
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, Ahead, known_options, layout_of, normed_and_turned, pair_of, projected, turning
 from fp8kit.nn.dot_product_attention import DotProductAttention
-from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.linear import Linear
 from fp8kit.nn.module import Module, as_tensor, as_tokens, hints, positive
@@ -21,7 +20,7 @@ from fp8kit.nn.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit.nn.norm_linear import LayerNormLinear
 from fp8kit.nn.random import Init
 from fp8kit.nn.rope import angles, rope_spec
-from fp8kit.ops.rope import rope
+from fp8kit.ops.rope import RopeSpec, check_tokens, rope
 from fp8kit.ops.split_heads import SplitHeadsSpec, split_heads
 
 
@@ -135,9 +134,10 @@ class MultiheadAttention(Module):
         bias = "add" if self.proj.use_bias and not self.return_bias else "none"
         options |= {"attention_mask": attention_mask, "attn_mask_type": attn_mask_type, "window_size": window_size,
                     "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
-        self.check(op, x, encoder_output, options)
-        out = self.branch(x, is_first_microbatch, bias, options, encoder_output, rotary_pos_emb, checkpoint_core_attention,
-                          return_norm=self.return_layernorm_output)
+        flag(op, "checkpoint_core_attention", checkpoint_core_attention)
+        with on_behalf_of(op):
+            ahead = self.settle("attention", x, encoder_output, options, rotary_pos_emb)
+        out = self.branch(x, is_first_microbatch, bias, options, ahead, checkpoint_core_attention, return_norm=self.return_layernorm_output)
         parts: list[Any] = [out["y"]]
         if self.return_bias:
             parts.append(self.proj_bias)
@@ -145,48 +145,60 @@ class MultiheadAttention(Module):
             parts.append(out["normed"])
         return tuple(parts) if len(parts) > 1 else parts[0]
 
-    def check(self, operation: str, x: Tensor, encoder_output: Any, options: Mapping[str, Any]) -> None:
-        """Refuse what does not fit before anything runs: ``encoder_output``, and the core attention's ``options``. Fp8kitError kinds."""
+    def settle(self, operation: str, x: Tensor, encoder_output: Any, options: Mapping[str, Any], rotary_pos_emb: Any) -> Ahead:
+        """Decide and check all of a call before its first projection runs: ``encoder_output``, ``options`` of the core attention, the
+        angles. Fp8kitError kinds, with nothing changed."""
         cross, core = self.attention_type == "cross", self.core_attention
         if (encoder_output is not None) != cross:
             got, wanted = ("None", "an array") if cross else ("an array", "None")
             raise ArgumentError(expected(operation, "encoder_output", got, f"{wanted} with {self.attention_type} attention"))
-        keys = x
+        source = None
         if self.key_value is not None:
-            keys = as_tokens(operation, "encoder_output", encoder_output, core.qkv_format, self.key_value.in_features, x.dtype)
+            source = as_tokens(operation, "encoder_output", encoder_output, core.qkv_format, self.key_value.in_features, x.dtype)
             at = core.qkv_format.find("b")
-            if at >= 0 and keys.shape[at] != x.shape[at]:
+            if at >= 0 and source.shape[at] != x.shape[at]:
                 wanted = f"a batch of {x.shape[at]}, as hidden_states"
-                raise ShapeError(expected(operation, "encoder_output", f"shape {keys.shape}", wanted))
-        core.check_options(operation, options, x.shape[:-1], keys.shape[:-1])
+                raise ShapeError(expected(operation, "encoder_output", f"shape {source.shape}", wanted))
+            if source.device != x.device:
+                raise BackendError(expected(operation, "encoder_output", f"device {source.device}", f"device {x.device}, as hidden_states"))
+        shapes = projected(core, x.shape[:-1], None if source is None else source.shape[:-1], self._apart, self.q_norm is not None)
+        stands = {name: ArrayView(0, shape, x.dtype, x.device) for name, shape in shapes.items()}
+        layout, names = layout_of(operation, {**dict.fromkeys((*PARTS,)), **stands})
+        interleave = -2 if self._interleaved and not self._apart else -3
+        wanted_grads: tuple[str, ...] = ()
+        if options.get("inference_params") is not None and is_grad_enabled():
+            used = (x, *getattr(self, self._first).parameters())
+            wanted_grads = tuple(names)[:1] if any(tensor.requires_grad for tensor in used) else ()
+        settled = core.settle(operation, layout, {name: stands[argument] for name, argument in names.items()},
+                              {**options, "qkv_interleave_dim": interleave}, wanted_grads)
+        turns = {} if rotary_pos_emb is None else self._turns(operation, stands, rotary_pos_emb, options)
+        return Ahead(settled, source, turns)
 
     @property
     def proj_bias(self) -> Any:
         """The output projection's bias, None where there is none."""
         return getattr(self.proj, "bias", None)
 
-    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any], encoder_output: Any = None,
-               rotary_pos_emb: Any = None, checkpoint_core: bool = False, residual: bool = False,
-               return_norm: bool = False) -> dict[str, Tensor]:
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any], ahead: Ahead,
+               checkpoint_core: bool = False, residual: bool = False, return_norm: bool = False) -> dict[str, Tensor]:
         """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``); ``bias``: proj's; ``options``: the
-        core attention's."""
-        op, cross, first = "MultiheadAttention", self.attention_type == "cross", getattr(self, self._first)
-        source = as_tensor(op, "encoder_output", encoder_output) if cross else None
+        core attention's, and ``ahead`` what ``settle`` said of them."""
+        first, source = getattr(self, self._first), ahead.source
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:
             out = first.branch(x, is_first_microbatch, first.bias_mode, residual, return_norm)
             y = out["y"]
         else:
             y = first.branch(x, is_first_microbatch, first.bias_mode)
-        layers: dict[str, Tensor] = {"query_layer" if cross else "qkv_layer": y}
+        layers: dict[str, Tensor] = {"qkv_layer" if source is None else "query_layer": y}
         if self.key_value is not None and source is not None:
             layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
         if self._apart:
             layers = self._split(layers)
-        turn = None if rotary_pos_emb is None else lambda found: self._turned(found, rotary_pos_emb, options)
+        turn = None if not ahead.turns else lambda found: self._turned(found, ahead.turns)
         layers = normed_and_turned(layers, self._normed, turn, self.qk_norm_before_rope)
         dim = -2 if self._interleaved and not self._apart else -3
-        o = self.core_attention(**layers, **options, qkv_interleave_dim=dim, checkpoint_core_attention=checkpoint_core)
+        o = self.core_attention(**layers, **options, qkv_interleave_dim=dim, checkpoint_core_attention=checkpoint_core, settled=ahead.core)
         return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}
 
     def _split(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,30 +220,30 @@ class MultiheadAttention(Module):
             return dict(layers)
         return {**layers, "query_layer": self.q_norm(layers["query_layer"]), "key_layer": self.k_norm(layers["key_layer"])}
 
-    def _turned(self, layers: Mapping[str, Tensor], rotary_pos_emb: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The projections with queries and keys turned by their positions; values as they are."""
-        op, core, cache = "MultiheadAttention", self.core_attention, options.get("inference_params")
-        if cache is not None and not isinstance(cache, InferenceParams):
-            raise ArgumentError(expected(op, "inference_params", shown(cache), "InferenceParams or None"))
-        pair, found = pair_of(op, "rotary_pos_emb", rotary_pos_emb), dict(layers)
+    def _turns(self, operation: str, layers: Mapping[str, ArrayView], rotary_pos_emb: Any,
+               options: Mapping[str, Any]) -> dict[str, tuple[RopeSpec, Mapping[str, ArrayView]]]:
+        """How each of the layers, which views stand for, will be turned; checked."""
+        core, cache = self.core_attention, options.get("inference_params")
+        pair = pair_of(operation, "rotary_pos_emb", rotary_pos_emb)
+        found: dict[str, tuple[RopeSpec, Mapping[str, ArrayView]]] = {}
         for name, layer in layers.items():
             def placed(argument: str, value: Any, device: arrays.Device = layer.device) -> ArrayView:
-                view = angles(op, argument, value) if argument == "rotary_pos_emb" else as_tensor(op, argument, value).view
+                view = angles(operation, argument, value) if argument == "rotary_pos_emb" else as_tensor(operation, argument, value).view
                 return arrays.to(view, device)
 
             if PARTS[name] != "v":
-                segments, inputs = turning(op, name, layer, pair, core, options, placed)
+                segments, inputs = turning(operation, name, layer, pair, core, options, placed)
                 spec = rope_spec(segments, core.qkv_format, self.rotary_pos_interleaved, self._interleaved and not self._apart)
-                found[name] = apply(rope, spec, inputs, owner=self)["y"]
+                rehearse(rope, spec, inputs, self)
+                if cache is None:
+                    check_tokens(operation, spec, inputs, layer.shape[0])
+                found[name] = spec, {argument: value for argument, value in inputs.items() if argument != "x"}
         return found
 
-
-def sequence_starts(operation: str, options: Mapping[str, Any], side: str) -> ArrayView | None:
-    """Where the sequences of "thd" start, int32 (b + 1,): ``cu_seqlens_*_padded`` of a side, "q" or "kv", or else its ``cu_seqlens_*``."""
-    for name in (f"cu_seqlens_{side}_padded", f"cu_seqlens_{side}"):
-        if options.get(name) is not None:
-            return as_tensor(operation, name, options[name]).view
-    return None
+    def _turned(self, layers: Mapping[str, Tensor], turns: Mapping[str, tuple[RopeSpec, Mapping[str, ArrayView]]]) -> dict[str, Tensor]:
+        """The projections with queries and keys turned by their positions; values as they are."""
+        return {**layers, **{name: apply(rope, spec, {"x": layers[name], **beside}, owner=self)["y"]
+                             for name, (spec, beside) in turns.items()}}
 
 
 @lru_cache(maxsize=1024)

@@ -11,11 +11,12 @@ import numpy as np
 from fp8kit import arrays, layers
 from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device, Shape
-from fp8kit.autograd import Tensor, apply
+from fp8kit.autograd import Tensor, apply, rehearse
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, ShapeError, expected
-from fp8kit.formats import float32
+from fp8kit.formats import float32, int64
 from fp8kit.kv_steps import cached_mask
+from fp8kit.layers import Settled
 from fp8kit.nn import random
 from fp8kit.nn.inference import InferenceParams
 from fp8kit.nn.later import CONSTRUCTOR, FORWARD, later
@@ -102,7 +103,7 @@ class DotProductAttention(Module):
                 checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias", core_attention_bias: Any = None,
                 alibi_slopes: Any = None, fast_zero_fill: bool = True, inference_params: InferenceParams | None = None,
                 pad_between_seqs: bool | None = None, qkv_layer: Any = None, kv_layer: Any = None, qkv_interleave_dim: int = -3,
-                **other: Any) -> Tensor:
+                settled: Settled | None = None, **other: Any) -> Tensor:
         """Attend. Arguments that have a twin in the constructor override it.
 
         * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v); with "bshd" b comes first,
@@ -122,6 +123,7 @@ class DotProductAttention(Module):
         * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend over their whole sequences.
           The step says the lengths, so cu_seqlens and padding masks are not given (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no
           "arbitrary" mask, no cross attention, no gradient.
+        * ``settled``: what ``settle`` said of these options, where it was asked before the layers were there; else this asks.
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
@@ -131,91 +133,96 @@ class DotProductAttention(Module):
         if flag(op, "checkpoint_core_attention", checkpoint_core_attention):
             call = {name: value for name, value in given.items() if name not in ("self", "other", "checkpoint_core_attention")}
             return checkpoint(self, **call, **other)  # type: ignore[no-any-return]
-        flag(op, "fast_zero_fill", fast_zero_fill)
-        form = self.qkv_format if qkv_format is None else choice(op, "qkv_format", qkv_format, FORMATS)
-        mask = self.attn_mask_type if attn_mask_type is None else choice(op, "attn_mask_type", attn_mask_type, MASKS + _ALIASES)
-        bias = choice(op, "core_attention_bias_type", core_attention_bias_type, BIASES)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
-        if integer(op, "qkv_interleave_dim", qkv_interleave_dim) not in (-3, -2) or (qkv_interleave_dim == -2 and layout == "q_kv"):
-            raise ArgumentError(expected(op, "qkv_interleave_dim", qkv_interleave_dim, "-3, or -2 with qkv_layer"))
-        if qkv_interleave_dim == -2 and layout == "qkv":
-            layout = "qkv_interleaved"
-        first = next(iter(inputs.values()))
-        device = first.device
-        arrays_beside = {
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "alibi_slopes": alibi_slopes,
-        }  # fmt: skip
-        if attention_mask is not None:
-            if "padding" in mask and cu_seqlens_q is None:
-                arrays_beside |= _counted(op, attention_mask, _lengths(form, inputs))
-            elif mask == "arbitrary":
-                arrays_beside["mask"] = attention_mask
-            else:
-                raise ArgumentError(expected(op, "attention_mask", "an array", f"None with {mask!r}, or a padding mask without cu_seqlens"))
-        for name, value in arrays_beside.items():
-            if value is not None:
-                inputs[name] = arrays.to(as_tensor(op, name, value).view, device)
-        if bias == "alibi" and alibi_slopes is None:
-            inputs["alibi_slopes"] = alibi_slopes_for(self.num_attention_heads, device)
-        if core_attention_bias is not None:
-            inputs["bias"] = as_tensor(op, "core_attention_bias", core_attention_bias)
-        if self.softmax_type == "learnable":
-            inputs["softmax_offset"] = self.softmax_offset
-        gaps = cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None
-        if pad_between_seqs is not None and flag(op, "pad_between_seqs", pad_between_seqs) != gaps:
-            raise ArgumentError(expected(op, "pad_between_seqs", pad_between_seqs, "True with cu_seqlens_*_padded, False without, or None"))
-        channels, channels_v = self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
-        corner = self.bottom_right_diagonal if bottom_right_diagonal is None else _corner(op, bottom_right_diagonal)
-        longest: tuple[int, int] = (0, 0)
-        operation: Operation = attention
+        if settled is None:
+            settled = self.settle(op, layout, inputs, given)
+        dtype = next(iter(inputs.values())).dtype
+        inputs = {**inputs, **settled.beside}
         if inference_params is not None:
-            if not isinstance(inference_params, InferenceParams):
-                raise ArgumentError(expected(op, "inference_params", shown(inference_params), "InferenceParams or None"))
-            mask, corner, operation = self._check_cached(mask, bias, inputs), None, cached_attention
-            leading = first.shape[: 1 if form == "thd" else 2]
-            step, longest = inference_params.inputs(op, self.layer_number, form, leading, self.num_gqa_groups, (channels, channels_v),
-                                                    first.dtype)
-            inputs |= step
-        elif form == "thd":
-            longest = _longest(op, "q", max_seqlen_q, inputs), _longest(op, "kv", max_seqlen_kv, inputs)
-        if inference_params is None:  # else the operation looks at what the step says
-            check_values(op, form, inputs, *_leading(inputs), longest)
-        window = self.window_size if window_size is None else _window(op, window_size)
-        dropout = self.attention_dropout if self.training else 0.0
-        spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
-                     get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        o = apply(operation, spec, inputs, owner=self, draw=random.next_rng if dropout else None)["o"]
+            assert self.layer_number is not None
+            inputs |= inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, dtype)
+        draw = random.next_rng if settled.spec.dropout else None
+        o = apply(settled.operation, settled.spec, inputs, owner=self, draw=draw)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
         return o
 
-    def check_options(self, operation: str, options: Mapping[str, Any], queries: Shape, keys: Shape) -> None:
-        """Refuse options of ``forward`` that are wrong by themselves or do not fit tokens of these leading dimensions: what a layer asks
-        before its projections run. ArgumentError and other Fp8kitError kinds."""
-        mask, given = self.attn_mask_type, {name: value for name, value in options.items() if value is not None}
-        if "attn_mask_type" in given:
-            mask = choice(operation, "attn_mask_type", given["attn_mask_type"], MASKS + _ALIASES)
-        if "core_attention_bias_type" in given:
-            choice(operation, "core_attention_bias_type", given["core_attention_bias_type"], BIASES)
-        if "window_size" in given:
-            _window(operation, given["window_size"])
-        for name in ("bottom_right_diagonal", "fast_zero_fill", "pad_between_seqs"):
-            if name in given:
-                flag(operation, name, given[name])
-        positive(operation, **{name: given[name] for name in ("max_seqlen_q", "max_seqlen_kv") if name in given})
-        if "inference_params" in given and not isinstance(given["inference_params"], InferenceParams):
-            raise ArgumentError(expected(operation, "inference_params", shown(given["inference_params"]), "InferenceParams or None"))
-        if "attention_mask" in given and mask != "arbitrary" and not ("padding" in mask and "cu_seqlens_q" not in given):
-            wanted = f"None with {mask!r}, or a padding mask without cu_seqlens"
-            raise ArgumentError(expected(operation, "attention_mask", "an array", wanted))
-        views = {name: as_tensor(operation, name, given[name]).view for name in _SUMS if name in given}
-        if views:
-            check_values(operation, self.qkv_format, views, queries, keys, (given.get("max_seqlen_q"), given.get("max_seqlen_kv")))
+    @property
+    def _dims(self) -> tuple[int, int]:
+        """Features of a head of q and k, and of v."""
+        return self.kv_channels if isinstance(self.kv_channels, tuple) else (self.kv_channels, self.kv_channels)
 
-    def _check_cached(self, mask: str, bias: str, inputs: Mapping[str, Any]) -> str:
+    def settle(self, operation: str, layout: str, layers: Mapping[str, Tensor | ArrayView], options: Mapping[str, Any],
+               wanted: tuple[str, ...] = ()) -> Settled:
+        """Decide what a call of ``forward`` comes to, and refuse what it would refuse of ``operation``'s arguments; nothing is changed.
+
+        ``layers``: the operation's inputs of ``layout``; views of pointer 0 stand for those that are not there yet, and then what the
+        operation itself refuses is found here too (``wanted``: the layers whose gradient will be). ``options``: ``forward``'s arguments.
+        """
+        op, of = operation, options.get
+        flag(op, "fast_zero_fill", of("fast_zero_fill", True))
+        form = self.qkv_format if of("qkv_format") is None else choice(op, "qkv_format", of("qkv_format"), FORMATS)
+        mask = of("attn_mask_type")
+        mask = self.attn_mask_type if mask is None else choice(op, "attn_mask_type", mask, MASKS + _ALIASES)
+        bias = choice(op, "core_attention_bias_type", of("core_attention_bias_type", "no_bias"), BIASES)
+        interleave = integer(op, "qkv_interleave_dim", of("qkv_interleave_dim", -3))
+        if interleave not in (-3, -2) or (interleave == -2 and layout == "q_kv"):
+            raise ArgumentError(expected(op, "qkv_interleave_dim", interleave, "-3, or -2 with qkv_layer"))
+        if interleave == -2 and layout == "qkv":
+            layout = "qkv_interleaved"
+        first = next(iter(layers.values()))
+        device = first.device
+        beside: dict[str, Tensor | ArrayView] = {}
+        given = {name: options[name] for name in (*_SUMS, "alibi_slopes") if of(name) is not None}
+        if of("attention_mask") is not None:
+            if "padding" in mask and "cu_seqlens_q" not in given:
+                given |= _counted(op, options["attention_mask"], _lengths(form, layers))
+            elif mask == "arbitrary":
+                given["mask"] = options["attention_mask"]
+            else:
+                raise ArgumentError(expected(op, "attention_mask", "an array", f"None with {mask!r}, or a padding mask without cu_seqlens"))
+        for name, value in given.items():
+            beside[name] = arrays.to(as_tensor(op, self.argument_names.get(name, name), value).view, device)
+        if bias == "alibi" and "alibi_slopes" not in given:
+            beside["alibi_slopes"] = alibi_slopes_for(self.num_attention_heads, device)
+        if of("core_attention_bias") is not None:
+            beside["bias"] = as_tensor(op, "core_attention_bias", options["core_attention_bias"])
+        if self.softmax_type == "learnable":
+            beside["softmax_offset"] = self.softmax_offset
+        gaps, said = any(of(name) is not None for name in _SUMS[2:]), of("pad_between_seqs")
+        if said is not None and flag(op, "pad_between_seqs", said) != gaps:
+            raise ArgumentError(expected(op, "pad_between_seqs", said, "True with cu_seqlens_*_padded, False without, or None"))
+        corner = of("bottom_right_diagonal")
+        corner = self.bottom_right_diagonal if corner is None else _corner(op, corner)
+        window = self.window_size if of("window_size") is None else _window(op, options["window_size"])
+        positive(op, **{name: options[name] for name in ("max_seqlen_q", "max_seqlen_kv") if of(name) is not None})
+        longest: tuple[int, int] = (0, 0)
+        cache = of("inference_params")
+        asked: Operation = attention
+        step: dict[str, ArrayView] = {}
+        if cache is not None:
+            if not isinstance(cache, InferenceParams):
+                raise ArgumentError(expected(op, "inference_params", shown(cache), "InferenceParams or None"))
+            mask, corner, asked = self._check_cached(op, mask, bias, beside), None, cached_attention
+            leading = first.shape[: 1 if form == "thd" else 2]
+            metas, longest = cache.check_step(op, self.layer_number, form, leading, self.num_gqa_groups, self._dims, first.dtype)
+            step = {name: ArrayView(0, meta.shape, meta.dtype, cache.device) for name, meta in metas.items()}
+        else:
+            if form == "thd":
+                longest = _longest(op, "q", of("max_seqlen_q"), beside), _longest(op, "kv", of("max_seqlen_kv"), beside)
+            check_values(op, form, beside, *_leading(layers), longest)  # with a cache the operation looks at what the step says
+        dropout = self.attention_dropout if self.training else 0.0
+        channels, channels_v = self._dims
+        spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
+                     get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
+        if isinstance(first, ArrayView):
+            inputs = {**layers, **beside, **step, **({"rng": ArrayView(0, (2,), int64, device)} if dropout else {})}
+            rehearse(asked, spec, inputs, self, wanted)
+        return Settled(asked, spec, beside)
+
+    def _check_cached(self, op: str, mask: str, bias: str, inputs: Mapping[str, Any]) -> str:
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
-        op, why = "DotProductAttention", "with inference_params, whose step says the lengths"
+        why = "with inference_params, whose step says the lengths"
         if self.attention_type == "cross":
             raise ArgumentError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
         if bias not in ("no_bias", "alibi"):

@@ -8,14 +8,16 @@ state: scales to read, row 0 of the histories to accumulate amaxes into. The sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fp8kit import arrays
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import current, touch_forward
-from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, no_grad, rehearse
 from fp8kit.backends import dispatch
 from fp8kit.errors import Fp8kitError, expected
+from fp8kit.formats import float32
 from fp8kit.layers import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
@@ -136,6 +138,8 @@ class Fp8Module(Module):
         if not state.enabled:
             recompute.keep(self, _NONE, None)
             return self._run_calibrating(inputs, recipe, training, bias, options)
+        implied = _scales_of(self.gemms, self.device) if recipe.delayed() else _NONE
+        rehearse(self.operation, self._spec(fp8, False, bias, options), inputs, self, implied=implied)  # before the state is touched
         given, late, finish = _NONE, _NONE, None
         scales: dict[str, ArrayView] = _NONE
         record = training or state.calibrating
@@ -266,6 +270,12 @@ class Fp8Module(Module):
             yield from state.views.values()
         if self._weights is not None:
             yield from self._weights.arrays.values()
+
+
+@lru_cache(maxsize=1024)
+def _scales_of(gemms: tuple[str, ...], device: Device) -> dict[str, ArrayView]:
+    """What stands for the scales of a layer's operands."""
+    return {f"{name}_scale": ArrayView(0, (1,), float32, device) for name in forward_slots(gemms)}
 
 
 def amax_of(view: ArrayView, amax: ArrayView) -> None:

@@ -126,8 +126,10 @@ class Module:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for parameter in self.parameters():
-            parameter.grad = None
+        for _, module in self.named_modules():
+            for value in vars(module).values():
+                if isinstance(value, Parameter):
+                    value.grad = None
 
     # --- graphs -------------------------------------------------------------------------------------------------------
 

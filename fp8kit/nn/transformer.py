@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from fp8kit import arrays
 from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import known_options
+from fp8kit.layers import known_options, sequence_starts
 from fp8kit.nn import random
-from fp8kit.nn.attention import MultiheadAttention, sequence_starts
+from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec
 from fp8kit.nn.later import CONSTRUCTOR, later
 from fp8kit.nn.module import Module, as_tokens, positive
@@ -23,6 +22,7 @@ from fp8kit.nn.random import Init
 from fp8kit.ops.attention_spec import FORMATS
 from fp8kit.ops.drop_path import DropPathSpec, drop_path
 from fp8kit.ops.dropout_add import dropout_add
+from fp8kit.ops.values import check_sequences
 
 # what the attention across has in common with the layer's own
 _CROSS_OPTIONS = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "fast_zero_fill")
@@ -155,36 +155,41 @@ class TransformerLayer(Module):
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
+        flag(op, "checkpoint_core_attention", checkpoint_core_attention)
         with on_behalf_of(op, attn_mask_type="self_attn_mask_type"):
-            attention.check("attention", x, None, own)
+            ahead = attention.settle("attention", x, None, own, rotary_pos_emb)
+        paths = ahead.core.beside, inference_params
+        if self.training and self.drop_path_rate and self.attn_input_format == "thd":
+            with on_behalf_of(op, starts="cu_seqlens_q_padded"):
+                check_sequences("drop_path", {"starts": sequence_starts(*paths)}, "starts", x.shape[0])
         across: dict[str, Any] = {}
         if self.inter_attention is not None:
             across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
             across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
                        "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
             with on_behalf_of(op, **_ACROSS):
-                self.inter_attention.check("attention", x, encoder_output, across)
+                beyond = self.inter_attention.settle("attention", x, encoder_output, across, None)
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
-            out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, residual=True)
+            out = attention.branch(x, first, bias, own, ahead, checkpoint_core_attention, residual=True)
             beside = mlp.branch(out["residual"], first, bias, residual=True)
-            return self._join(out["y"] + beside["y"], None, beside["residual"], own)
+            return self._join(out["y"] + beside["y"], None, beside["residual"], paths)
 
         post = self.apply_residual_connection_post_layernorm
         bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
         stream, ask = _STREAMS[post and attention.input_layernorm]
-        out = attention.branch(x, first, bias, own, None, rotary_pos_emb, checkpoint_core_attention, **ask)
-        a = self._join(out["y"], attention.proj_bias, out[stream], own)
+        out = attention.branch(x, first, bias, own, ahead, checkpoint_core_attention, **ask)
+        a = self._join(out["y"], attention.proj_bias, out[stream], paths)
         stream, ask = _STREAMS[post]
         if self.inter_attention is not None:
-            out = self.inter_attention.branch(a, first, bias, across, encoder_output, None, checkpoint_core_attention, **ask)
+            out = self.inter_attention.branch(a, first, bias, across, beyond, checkpoint_core_attention, **ask)
             a = self._join(out["y"], self.inter_attention.proj_bias, out[stream])
         out = mlp.branch(a, first, bias, **ask)
-        y = self._join(out["y"], mlp.fc2_bias, out[stream], own)
+        y = self._join(out["y"], mlp.fc2_bias, out[stream], paths)
         return y if self.layernorm is None else self.layernorm(y)
 
-    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: Mapping[str, Any] | None = None) -> Tensor:
-        """residual + dropout(branch + bias), samples dropped where ``paths`` are given: the options that say where those lie."""
+    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: tuple[Mapping[str, Any], Any] | None = None) -> Tensor:
+        """residual + dropout(branch + bias), samples dropped where ``paths`` are given: what ``sequence_starts`` is asked."""
         p = self.hidden_dropout if self.training else 0.0
         rate = self.drop_path_rate if self.training and paths is not None else 0.0
         inputs: dict[str, Tensor | ArrayView | None] = {"x": branch, "bias": None if bias is None else bias.view}
@@ -198,8 +203,7 @@ class TransformerLayer(Module):
             return joined
         inputs = {"x": joined, "residual": residual}
         if self.attn_input_format == "thd":
-            starts = sequence_starts("TransformerLayer", paths, "q")
-            inputs["starts"] = None if starts is None else arrays.to(starts, branch.device)
+            inputs["starts"] = sequence_starts(*paths)
         return apply(drop_path, _path_spec(self.hidden_size, rate, self.attn_input_format), inputs, draw=random.next_rng)["y"]
 
 

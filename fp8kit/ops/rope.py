@@ -99,10 +99,9 @@ class Rope(Operation):
         return Plan(spec, self.infer(spec, metas, needs), kernels)
 
     def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        x, freqs = inputs["x"], [inputs[name] for name in plan.spec.angles]
+        x = inputs["x"]
         assert x is not None
-        positions = None if inputs.get("start_positions") is not None else min((f.shape[0] for f in freqs if f is not None), default=None)
-        check_sequences(self.name, inputs, "cu_seqlens", x.shape[0], positions)
+        check_tokens(self.name, plan.spec, inputs, x.shape[0])
         _turn(plan, plan.kernels.rope_fwd, x, outputs["y"], inputs, stream)
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
@@ -110,6 +109,13 @@ class Rope(Operation):
 
 
 rope = Rope()
+
+
+def check_tokens(operation: str, spec: RopeSpec, inputs: Views, tokens: int) -> None:
+    """ArgumentError for running sums on the CPU that do not fit so many tokens, or whose sequences are longer than the angles reach."""
+    freqs = [inputs[name] for name in spec.angles]
+    positions = None if inputs.get("start_positions") is not None else min((f.shape[0] for f in freqs if f is not None), default=None)
+    check_sequences(operation, inputs, "cu_seqlens", tokens, positions)
 
 
 def _turn(plan: Plan, kernel: Any, x: ArrayView | None, y: ArrayView | None, views: Views, stream: int) -> None:

@@ -237,7 +237,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "count_": "optim.cu: count",
         "l2norm": "optim.cu: l2norm_parts, l2norm_total",
         "clip_": "optim.cu: clip",
-        "copy": "elementwise.cu: convert, move1, move2, move4",
+        "copy": "convert.cu: convert; elementwise.cu: move1, move2, move4",
         "add": "elementwise.cu: add",
         "sum_rows": "dropout.cu: column_sums, sum_partials",
         "rng_next_": "elementwise.cu: rng_next",

@@ -11,6 +11,7 @@ template <typename X> struct Eight { u32 words[2 * sizeof(X)]; };
 DEVICE float value(const Eight<f32>& x, int i) { return __uint_as_float(x.words[i]); }
 DEVICE float value(const Eight<bf16>& x, int i) { return __uint_as_float(i % 2 ? x.words[i / 2] & 0xFFFF0000u : x.words[i / 2] << 16); }
 DEVICE float value(const Eight<f16>& x, int i) { return to_float(f16{(u16)(i % 2 ? x.words[i / 2] >> 16 : x.words[i / 2])}); }
+DEVICE float value(const Eight<f64>& x, int i) { return to_float(__hiloint2double((int)x.words[2 * i + 1], (int)x.words[2 * i])); }
 
 // Each value rounded once, to nearest even.
 DEVICE void round8(const float (&x)[8], Eight<f32>& to) {

@@ -166,7 +166,7 @@ def test_other_functions_and_other_threads_keep_the_engines_kernels(driver: Driv
         thread = threading.Thread(target=lambda: seen.append(look().raw))
         thread.start()
         thread.join()
-        assert look("convert").raw is driver.texts[""]
+        assert look("move2").raw is driver.texts[""]
         ours = look()
         assert ours.raw is driver.texts[TEXT]
         assert look() is ours  # kept

@@ -264,18 +264,20 @@ def test_a_decoder_hands_its_options_down(device):
 
 @pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2, "fuse_qkv_params": True}])
 def test_positions_start_where_the_inference_says(device, options, monkeypatch):
-    module = make(nn.MultiheadAttention, device, "float32", **BASE, **options)
+    module = make(nn.MultiheadAttention, device, "float32", **{**BASE, "layer_number": 1}, **options)
     cache, seen, forward = nn.InferenceParams(B, S + 3, qkv_format="sbhd", device=device), [], DotProductAttention.forward
-    for new in (3, S):
-        cache.pre_step(dict.fromkeys(range(B), new))
+    embedding, x = nn.RotaryPositionEmbedding(H // HEADS, device=device), tensor(draw(1, (S, B, H), "float32"), device=device)
 
-    def without(self, *given, inference_params=None, **named):
+    def without(self, *given, inference_params=None, settled=None, **named):
         seen.append(inference_params)
         return forward(self, *given, **named)
 
-    monkeypatch.setattr(DotProductAttention, "forward", without)
-    embedding, x = nn.RotaryPositionEmbedding(H // HEADS, device=device), tensor(draw(1, (S, B, H), "float32"), device=device)
-    y = module(x, inference_params=cache, rotary_pos_emb=embedding(S + 3))
+    with fk.no_grad():
+        cache.pre_step(dict.fromkeys(range(B), 3))
+        module(tensor(draw(2, (3, B, H), "float32"), device=device), inference_params=cache, rotary_pos_emb=embedding(S + 3))
+        cache.pre_step(dict.fromkeys(range(B), S))
+        monkeypatch.setattr(DotProductAttention, "forward", without)
+        y = module(x, inference_params=cache, rotary_pos_emb=embedding(S + 3))
     assert seen == [cache]
     assert_same_bits("y", y.numpy(), module(x, rotary_pos_emb=embedding(S, offset=3)).numpy())
 
@@ -402,7 +404,8 @@ def layer(**options):
         (lambda: layer(init_method=0), ["init_method", "0", "a function"]),
         (lambda: layer(bias="yes"), ["bias", "'yes'", "True or False"]),
         (lambda: layer(hidden_dropout=float("nan")), ["hidden_dropout", "nan"]),
-        (lambda: layer()(X, rotary_pos_emb=np.zeros((S - 1, 8), np.float32)), ["rope: rotary_pos_emb", f"at least {S} positions"]),
+        (lambda: layer()(X, rotary_pos_emb=np.zeros((S - 1, 8), np.float32)),
+         ["TransformerLayer: rotary_pos_emb", f"at least {S} positions"]),
         (lambda: nn.DotProductAttention(HEADS, 7, device="cpu")(X, X, X), ["attention: query_layer", f"{X.shape}"]),
         (lambda: nn.DotProductAttention(1, H, device="cpu")(X, X, X, core_attention_bias=X), ["attention: core_attention_bias", "no_bias"]),
         (lambda: layer()(X, encoder_output=X), ["encoder_output", "encoder"]),

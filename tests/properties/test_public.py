@@ -24,6 +24,7 @@ ELSEWHERE = {
     "recipe.Recipe": "an abstract base; its subclasses are tried",
     "autograd.Context": "a bag of attributes that Function hands over; tests/autograd/test_ops.py",
     "autograd.apply": "takes operations, not arrays alone; tests/autograd/test_ops.py",
+    "autograd.rehearse": "likewise; tests/nn/test_refusals.py",
     "nn.Module.arrays_used": "takes nothing; tests/cuda/test_graphs.py",
     "graph": "takes a function, and runs it on CUDA; tests/cuda/test_graphs.py",
     "DType": "compared by identity; the instances of the table are the only ones",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8kit.arguments import shown
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
@@ -61,10 +64,35 @@ class DotProductAttention(nn.Module):
                  deterministic: bool = False, mask: Any = None, **fixed: Any) -> Any:
         """Attend. Returns h (b, s, heads, d)."""
         check_fixed(self, fixed)
+        layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in (query, key, value) if a is not None]
+        options = self._options(layers, sequence_descriptor, bias, mask)
+        if mask is not None and self.attn_mask_type == "causal":
+            rows, columns = mask.shape[-2:]
+            options["mask"] = (jnp.asarray(mask) != 0) | (jnp.arange(columns) > jnp.arange(rows)[:, None])
+        rate = 0.0 if deterministic else self.attention_dropout
+        if rate:
+            options |= {"dropout_rate": rate, "dropout_key": self.make_rng(self.dropout_rng_name)}
+        if self.softmax_type == "learnable":
+            options["softmax_offset"] = self.param("softmax_offset", nn.initializers.zeros, (self.num_attention_heads,), jnp.float32)
+        return checkpoint_name(functions.dot_product_attention(*layers, **options), self.context_checkpoint_name)
+
+    def rehearse(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> None:
+        """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for the layers. A mask may be stood for too."""
+        check_fixed(self, {})
+        if self.dtype is not None:
+            layers = [jax.ShapeDtypeStruct(a.shape, self.dtype) for a in layers]
+        options = self._options(layers, sequence_descriptor, bias, mask)
+        if mask is not None and self.attn_mask_type == "causal":
+            options["mask"] = jax.ShapeDtypeStruct(mask.shape, bool)
+        if self.softmax_type == "learnable":
+            options["softmax_offset"] = jax.ShapeDtypeStruct((self.num_attention_heads,), jnp.float32)
+        functions.rehearse(*layers, **options)
+
+    def _options(self, layers: Sequence[Any], sequence_descriptor: Any, bias: Any, mask: Any) -> dict[str, Any]:
+        """The arguments of the function beside the layers, which fit the fields; the mask as it came."""
         groups, count = self.num_gqa_groups or self.num_attention_heads, QKV_LAYOUTS.get(self.qkv_layout)
         if count is None:
             raise FormatError(expected("DotProductAttention", "qkv_layout", repr(self.qkv_layout), f"one of {', '.join(QKV_LAYOUTS)}"))
-        layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in (query, key, value) if a is not None]
         last = (groups if count > 1 else self.num_attention_heads, self.head_dim)
         if len(layers) != count or layers[0].shape[-2:] != (self.num_attention_heads, self.head_dim) or layers[-1].shape[-2:] != last:
             wanted = f"{count} arrays (..., {self.num_attention_heads}, {self.head_dim}) to (..., {last[0]}, {last[1]})"
@@ -72,22 +100,16 @@ class DotProductAttention(nn.Module):
         options: dict[str, Any] = {}
         if sequence_descriptor is not None:
             pair = sequence_descriptor if isinstance(sequence_descriptor, tuple) else (sequence_descriptor,) * 2
+            if len(pair) != 2:
+                raise ShapeError(expected("DotProductAttention", "sequence_descriptor", f"{len(pair)} of them", "lengths, or a pair"))
             options["cu_seqlens_q"], options["cu_seqlens_kv"] = map(functions.running_sums, pair)
-        rate = 0.0 if deterministic else self.attention_dropout
-        if rate:
-            options |= {"dropout_rate": rate, "dropout_key": self.make_rng(self.dropout_rng_name)}
-        kind = self.attn_mask_type
-        if mask is not None:
-            if kind == "causal":
-                rows, columns = mask.shape[-2:]
-                mask = (jnp.asarray(mask) != 0) | (jnp.arange(columns) > jnp.arange(rows)[:, None])
-            kind = "arbitrary"
-        if self.softmax_type == "learnable":
-            options["softmax_offset"] = self.param("softmax_offset", nn.initializers.zeros, (self.num_attention_heads,), jnp.float32)
-        o = functions.dot_product_attention(
-            *layers, attn_mask_type=kind, mask=mask, bias=bias, attn_bias_type=self.attn_bias_type, scale_factor=self.scale_factor,
-            qkv_format=form(self), window_size=self.window_size, softmax_type=self.softmax_type, **options)  # fmt: skip
-        return checkpoint_name(o, self.context_checkpoint_name)
+        if mask is not None and (not hasattr(mask, "shape") or len(mask.shape) < 2):
+            raise ShapeError(expected("DotProductAttention", "mask", shown(mask), "an array (..., s_q, s_kv)"))
+        return options | {
+            "attn_mask_type": self.attn_mask_type if mask is None else "arbitrary", "mask": mask, "bias": bias,
+            "attn_bias_type": self.attn_bias_type, "scale_factor": self.scale_factor, "qkv_format": form(self),
+            "window_size": self.window_size, "softmax_type": self.softmax_type,
+        }  # fmt: skip
 
 
 class MultiHeadAttention(nn.Module):
@@ -183,7 +205,22 @@ class MultiHeadAttention(nn.Module):
 
         # queries and keys go through something of their own
         apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
-        if own and self.fuse_qkv_params and groups == heads:
+        packed = own and self.fuse_qkv_params and groups == heads
+        stands = self._stands(inputs_q, inputs_kv, apart, packed)
+        past = cache.Past(self, *stands[1:], sequence_descriptor) if decode else None
+        kind, window = self.attn_mask_type, self.window_size
+        if past is not None and past.index is not None:
+            kind, window = "arbitrary", None  # the mask says it all
+        core = DotProductAttention(
+            self.head_dim, heads, groups, self.attention_dropout, kind, self.attn_bias_type, dropout_rng_name=self.dropout_rng_name,
+            qkv_layout=list(QKV_LAYOUTS)[len(stands) - 1], scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=self.transpose_batch_sequence, window_size=window, softmax_type=self.softmax_type)  # fmt: skip
+        turn, norms = self._turn(past), {name: self._norm(name) for name in ("q_norm", "k_norm")}
+        if past is None:
+            core.rehearse(stands, sequence_descriptor, bias, mask)
+        else:
+            core.rehearse([stands[0], *past.stands()], sequence_descriptor, *past.rehearsed(mask, bias))
+        if packed:
             y, ln = normed("qkv", (3, heads * self.head_dim), 3)
             layers = [y[..., i, :] for i in range(3)] if apart else [y]
         else:
@@ -195,22 +232,32 @@ class MultiHeadAttention(nn.Module):
             else:
                 layers = [q, *(plain(name, groups * self.head_dim, source) for name in ("key", "value"))]
         layers = [a.reshape(*a.shape[:-1], -1, self.head_dim) for a in layers]
-        past = cache.Past(self, *layers[1:], sequence_descriptor) if decode else None
         if apart:
-            layers[:2] = (normed_and_turned(a, self._norm(name), self._turn(past), self.qk_norm_before_rope)
-                          for a, name in zip(layers[:2], ("q_norm", "k_norm"), strict=True))
-        kind, window = self.attn_mask_type, self.window_size
+            layers[:2] = (normed_and_turned(a, norm, turn, self.qk_norm_before_rope)
+                          for a, norm in zip(layers[:2], norms.values(), strict=True))
         if past is not None:
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
-            kind, window = (kind, window) if past.index is None else ("arbitrary", None)  # the mask says it all
-        core = DotProductAttention(
-            self.head_dim, heads, groups, self.attention_dropout, kind, self.attn_bias_type, dropout_rng_name=self.dropout_rng_name,
-            qkv_layout=list(QKV_LAYOUTS)[len(layers) - 1], scale_factor=1 / math.sqrt(self.head_dim) if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=self.transpose_batch_sequence, window_size=window, softmax_type=self.softmax_type)  # fmt: skip
         o = core(*layers, *[None] * (3 - len(layers)), sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
         y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1))
         return y, ln if self.return_layernorm_output else None
+
+    def _stands(self, inputs_q: Any, inputs_kv: Any, apart: bool, packed: bool) -> list[Any]:
+        """What stands for the layers that the core attention will be given. ShapeError for inputs that do not fit each other."""
+        heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
+        for name, value in (("inputs_q", inputs_q), ("inputs_kv", inputs_kv)):
+            if not hasattr(value, "shape") or len(value.shape) != 3:
+                got = f"shape {value.shape}" if hasattr(value, "shape") else shown(value)
+                raise ShapeError(expected("MultiHeadAttention", name, got, f"an array ({', '.join(form(self)[:2])}, features)"))
+
+        def layer(source: Any, *last: int) -> Any:
+            return jax.ShapeDtypeStruct((*source.shape[:-1], *last, self.head_dim), inputs_q.dtype)
+
+        if packed and not apart:
+            return [layer(inputs_q, 3, heads)]
+        if apart or not self.fuse_qkv_params:
+            return [layer(inputs_q, heads), layer(inputs_kv, groups), layer(inputs_kv, groups)]
+        return [layer(inputs_q, heads), layer(inputs_kv, 2, groups)]
 
     def _norm(self, name: str) -> Any:
         """The norm of queries or keys as a function, None where there is none."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit_jax.flax.common import form
 
 MASKS = ("causal", "causal_bottom_right", "no_mask")
@@ -34,7 +35,7 @@ class Past:
         self.value = module.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
         self.count = module.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
         self.index = self.count.value if ready else None
-        self.module, order = module, form(module)
+        self.module, order, self.fresh_key, self.fresh_value = module, form(module), key, value
         self.at, self.batch = order.index("s"), key.shape[order.index("b")]
         self.length, self.fresh = self.key.value.shape[self.at], key.shape[self.at]
 
@@ -61,6 +62,26 @@ class Past:
         if bias is not None and bias.shape[-2] not in (1, self.fresh):
             bias = jax.lax.dynamic_slice_in_dim(bias, self.index, self.fresh, -2)
         return (self.key.value, self.value.value), hidden, bias
+
+    def stands(self) -> tuple[Any, Any]:
+        """What stands for the keys and values that ``extended`` will give."""
+        if self.index is None:
+            return self.fresh_key, self.fresh_value
+        key, value = self.key.value, self.value.value
+        return jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+    def rehearsed(self, mask: Any, bias: Any) -> tuple[Any, Any]:
+        """The bias and the mask that ``extended`` will give, or what stands for them. ShapeError for a mask that does not fit."""
+        if self.index is None:
+            return bias, mask
+        own = (1, 1, self.fresh, self.length)
+        try:
+            shape = np.broadcast_shapes(own, own if mask is None else np.shape(mask))
+        except ValueError:
+            raise ShapeError(expected(type(self.module).__name__, "mask", f"shape {np.shape(mask)}", f"one that fits {own}")) from None
+        if bias is not None and bias.shape[-2] not in (1, self.fresh):
+            bias = jax.ShapeDtypeStruct((*bias.shape[:-2], self.fresh, bias.shape[-1]), bias.dtype)
+        return bias, jax.ShapeDtypeStruct(shape, bool)
 
     def checked(self, o: Any) -> Any:
         """o, NaN where the tokens have no room."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -12,6 +14,7 @@ from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
+from fp8kit_jax.arguments import as_array, stand
 from fp8kit_jax.checks import RULES, size
 from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
 
@@ -42,17 +45,26 @@ class DotProductAttention(nnx.Module):
 
     def __init__(self, num_attention_heads: int, *, attention_dropout: float = 0.0, rngs: nnx.Rngs | None = None, **options: Any) -> None:
         check("DotProductAttention", RULES, locals() | options)
-        self.options = tuple(options.items())
+        self.options, self.num_attention_heads = tuple(options.items()), num_attention_heads
         self.dropout = Dropout(attention_dropout, rngs)
         learnable = options.get("softmax_type") == "learnable"
         self.softmax_offset = nnx.Param(jnp.zeros((num_attention_heads,), jnp.float32)) if learnable else None
 
     def __call__(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> Any:
         """``query``, ``key``, ``value``: apart or packed; ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on."""
+        if self.dropout.stream is not None:  # whose state changes with a draw
+            layers = {"query": query, "key": key, "value": value}
+            self.rehearse(*(None if a is None else stand("dot_product_attention", name, a) for name, a in layers.items()), **given)
         rate, key_now = self.dropout()
-        more = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset[...]}
-        options = {**dict(self.options), **more, **given, "dropout_rate": rate, "dropout_key": key_now}
+        options = {**self._options(), **given, "dropout_rate": rate, "dropout_key": key_now}
         return functions.dot_product_attention(query, key, value, **options)
+
+    def rehearse(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> None:
+        """Refuse what a call would refuse, and run nothing; ``jax.ShapeDtypeStruct``s stand for ``query``, ``key`` and ``value``."""
+        functions.rehearse(query, key, value, **{**self._options(), **given})
+
+    def _options(self) -> dict[str, Any]:
+        return {**dict(self.options), **({} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset[...]})}
 
 
 class MultiHeadAttention(nnx.Module):
@@ -79,6 +91,7 @@ class MultiHeadAttention(nnx.Module):
             wanted = f"one of L2Normalization, {', '.join(QK_NORMS)}"
             raise FormatError(expected("MultiHeadAttention", "qk_norm_type", repr(qk_norm_type), wanted))
         self.groups, self.head_dim = num_gqa_groups or heads, head_dim or hidden_size // heads
+        self.hidden = hidden_size
         self.cross, self.rotary, self.first = cross, rotary, qk_norm_before_rope
         self.qk_norm_type, self.qk_norm_eps = qk_norm_type, qk_norm_eps
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "dtype": dtype}
@@ -104,6 +117,7 @@ class MultiHeadAttention(nnx.Module):
         if (encoded is not None) != self.cross:
             wanted = "an array across" if self.cross else "None for self attention"
             raise ShapeError(expected("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted))
+        self._rehearse(x, encoded if self.cross else x, given)
         if self.qkv is not None:
             layers = [self._apart(self.qkv(x))]
         elif self.query is not None and self.kv is not None:
@@ -116,6 +130,25 @@ class MultiHeadAttention(nnx.Module):
             layers = [q, k, parts[2]]
         o = self.core(*layers, **given)
         return self.out(o.reshape(*o.shape[:-2], -1))
+
+    def _rehearse(self, x: Any, source: Any, given: Mapping[str, Any]) -> None:
+        """Refuse what does not fit before the projections run."""
+        x, source = as_array("MultiHeadAttention", "x", x), as_array("MultiHeadAttention", "encoded", source)
+        for name, value in (("x", x), ("encoded", source)):
+            if value.ndim != 3 or value.shape[-1] != self.hidden:
+                raise ShapeError(expected("MultiHeadAttention", name, f"shape {value.shape}", f"(batch, sequence, {self.hidden})"))
+        heads = self.core.num_attention_heads
+
+        def layer(own: Any, *last: int) -> Any:
+            return jax.ShapeDtypeStruct((*own.shape[:-1], *last, self.head_dim), own.dtype)
+
+        if self.rotary or self.qk_norm_type is not None:
+            layers = [layer(x, heads), layer(source, self.groups), layer(source, self.groups)]
+        elif self.qkv is not None:
+            layers = [layer(x, 3, heads)]
+        else:
+            layers = [layer(x, heads), layer(source, 2, self.groups)]
+        self.core.rehearse(*layers, **given)
 
     def _apart(self, x: Any) -> Any:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)

@@ -11,7 +11,7 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import TYPE_CODES, ceil_div, column_sums, column_sums_bytes, kernel
 from fp8kit.errors import BackendError, expected
 
-_LAYOUT = struct.Struct("=16q")  # raw_kernels/elementwise.cu, struct Layout
+_LAYOUT = struct.Struct("=16q")  # raw_kernels/layout.cuh
 _DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 
 
@@ -50,7 +50,7 @@ def _merge(shape: Shape, source: Shape, target: Shape) -> _Merged:
 
 
 def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
-    """See ``backends.protocol``. BackendError for conversions from or to other types than float32, bfloat16 and float16."""
+    """See ``backends.protocol``. BackendError for conversions from or to types that the contract does not name."""
     size = y.size
     if size == 0:
         return
@@ -68,8 +68,8 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     else:
         if y.dtype.name not in TYPE_CODES:
             raise BackendError(expected("copy", "y", y.dtype, f"{x.dtype}, or one of {', '.join(TYPE_CODES)}"))
-        unit = 8 if merged.step == 8 and (x.ptr | y.ptr) % 16 == 0 else 1
-        function, scalars = kernel("elementwise.cu", "convert", x), (size // unit, TYPE_CODES[y.dtype.name])
+        unit = 8 if merged.step == 8 and (x.ptr | y.ptr) % 16 == 0 and x.dtype.itemsize < 8 else 1
+        function, scalars = kernel("convert.cu", "convert", x), (size // unit, TYPE_CODES[y.dtype.name])
     layout = _LAYOUT.pack(*merged.shape, *merged.source, *merged.target, unit)
     launch.launch(function, ceil_div(size // unit, 256), 256, (x.ptr, y.ptr, *scalars, layout), stream)
 

@@ -36,7 +36,7 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
     late_bias = bias is not None and bias.dtype is not out.dtype
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     index, limit = out.device.index, _usable(workspace)
-    a_stride, b_stride, out_stride = (v.shape[1] if v._strides is None else launch.row_stride(v) for v in (a, b, out))
+    a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
     aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
     fused = bias_ptr != 0
     ready = _plain_plan(index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit,
@@ -72,13 +72,13 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
     if k == 0:
         _finish(None, 0, bias, out, accumulate, stream)
         return
-    index, limit, out_stride = out.device.index, _usable(workspace), n if out._strides is None else launch.row_stride(out)
+    index, limit, out_stride = out.device.index, _usable(workspace), launch.row_stride(out)
     # cuBLASLt adds only a bfloat16 bias to a float32 product, so that one's is added afterwards
     late_bias = bias is not None and out.dtype is float32
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr) % _ALIGNMENT != 0
     fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
-    a_stride, b_stride = (k if v._strides is None else launch.row_stride(v) for v in (a, b))
+    a_stride, b_stride = launch.row_stride(a), launch.row_stride(b)
     ready = _scaled_plan(index, padded_m, padded_n, k, _code_type(a_format), _code_type(b_format), written, a_stride, b_stride,
                          padded_n if unfit else out_stride, fused, accumulate and not unfit, fast_accumulate, scaling, limit, timed)
     product, scratch = out.ptr, _address(workspace, limit)

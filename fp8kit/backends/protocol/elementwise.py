@@ -11,7 +11,8 @@ class Elementwise(Protocol):
     """Copies, sums, the state of dropout."""
 
     def copy(self, x: ArrayView, y: ArrayView, stream: int) -> None:
-        """y = x converted to y's dtype (h or uint8 to uint8). Equal shapes of at most 5 dimensions; both may be strided."""
+        """y = x converted to y's dtype (h, float64 through float32 to h, or uint8 to uint8). Equal shapes of at most 5 dimensions; both
+        may be strided."""
 
     def add(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int) -> None:
         """out = a + b. h, equal sizes; b may have fewer elements: then a's size is a multiple of b's, and b repeats (leading broadcast)."""

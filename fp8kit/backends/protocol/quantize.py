@@ -50,8 +50,8 @@ class Quantization(Protocol):
     """Casts and scales."""
 
     def amax(self, x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> None:
-        """amax[i, j] = max(amax[i, j], max|x| over tile (i, j)). x: h (M, N). tile: (rows, columns) of a tile; (M, N) is per
-        tensor, (1, N) per row. amax: float32, ceil(M / rows) * ceil(N / columns) elements."""
+        """amax[i, j] = max(amax[i, j], max|x| over tile (i, j)). x: h or float64, as float32 (M, N). tile: (rows, columns) of a tile;
+        (M, N) is per tensor, (1, N) per row. amax: float32, ceil(M / rows) * ceil(N / columns) elements."""
 
     def scale_from_amax(
         self,

@@ -71,6 +71,20 @@ def _copy(source: DType, target: DType, shape: tuple[int, ...], axes: tuple[int,
     return run
 
 
+def _narrow(target: DType, axes: tuple[int, int]) -> Callable[[Kernels, Device], None]:
+    """float64, through float32: numbers that one of the two types cannot hold, and one that two roundings turn elsewhere than one."""
+    def run(kernels: Kernels, device: Device) -> None:
+        x = np.random.default_rng(1).standard_normal((8, 16))
+        x[:, 0] = 1e-46, -1e-45, 1e-40, 1e300, -np.inf, np.nan, 1 + 2.0**-9 + 2.0**-40, -0.0
+        y = poisoned(tuple(x.shape[a] for a in axes), target, device)
+        kernels.copy(put(x, device).transpose(*axes), y, 0)
+        with np.errstate(over="ignore"):
+            want = np.ascontiguousarray(x.transpose(axes)).astype(np.float32).astype(target.numpy)
+        assert_same_bits("copy", np.where(np.isnan(get(y)), target.numpy.type(np.nan), get(y)), want)
+
+    return run
+
+
 def _copy_into(dtype: DType) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x = draw(2, (7, 5), dtype)
@@ -118,6 +132,8 @@ CASES = [
     *table("copy", {f"{d.name}-5d": _copy(d, d, (2, 3, 4, 5, 6), (3, 0, 2, 1, 4)) for d in (*HIGH_PRECISION, uint8)}),
     *table("copy", {f"{d.name}-to-float32-transposed": _copy(d, float32, (5, 3, 7), (2, 1, 0)) for d in (bfloat16, float16)}),
     *table("copy", {f"{d.name}-into-rows": _copy_into(d) for d in HIGH_PRECISION}),
+    *table("copy", {f"float64-{t.name}{'-transposed' if axes[0] else ''}": _narrow(t, axes) for t in HIGH_PRECISION
+                    for axes in ((0, 1), (1, 0))}),
     *table("copy", {"empty": _copy(float32, bfloat16, (0, 4), (0, 1))}),
     *table("add", {f"{d.name}-{math.prod(s)}-{math.prod(r)}": _add(d, s, r) for d in HIGH_PRECISION
                    for s, r in (((17, 33), (17, 33)), ((4, 6, 5), (6, 5)), ((9, 7), (7,)), ((3, 5), (1,)), ((0, 3), (3,)))}),

@@ -104,6 +104,12 @@ def _run_amax_specials(kernels: Kernels, device: Device, dtype: DType) -> None:
     assert_same_bits("amax", get(found), np.array([0, np.inf, 2.0**-14, 0], np.float32))
 
 
+def _run_amax_tiny(kernels: Kernels, device: Device) -> None:
+    found = put(np.zeros(4, np.float32), device)
+    kernels.amax(put(np.array([[1e-46], [-1e-45], [1e-40], [1e300]]), device), found, (1, 1), 0)
+    assert_same_bits("amax", get(found), np.array([0, 2.0**-149, 1e-40, np.inf], np.float32))
+
+
 # --- scales -------------------------------------------------------------------------------------------------------------------
 
 _MAX = float(np.finfo(np.float32).max)
@@ -262,6 +268,7 @@ def _cases() -> Iterator[Case]:
         for name, tile in tilings.items():
             yield case("amax", f"{dtype.name}-{name}", _run_amax, dtype, (130, 300), tile)
         yield case("amax", f"{dtype.name}-specials", _run_amax_specials, dtype)
+    yield case("amax", "float64-tiny", _run_amax_tiny)
     for power_2 in (False, True):
         for fp8_max, epsilon, for_inf in ((448.0, 0.0, _MAX), (57344.0, 1e-6, _MAX), (448.0, 0.0, 65504.0)):
             name = f"{fp8_max:g}-eps{epsilon:g}-inf{for_inf:.3g}{'-power2' if power_2 else ''}"

@@ -40,7 +40,7 @@ def state_of(value):
     if isinstance(value, list | tuple):
         return [state_of(part) for part in value]
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-        return (value.dtype, value.shape, value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return (value.dtype, value.shape, value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     if isinstance(value, ft.InferenceParams):
         return {name: state_of(part) for name, part in vars(value).items()}
     return repr(value) if isinstance(value, int | float | str | bytes | None) else None

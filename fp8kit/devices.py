@@ -1,0 +1,158 @@
+"""Devices: where arrays live, and who serves them there.
+
+A device is served by a ``DeviceProvider`` that the device's engine registers, so that no other room needs NumPy's or CuPy's allocator.
+Everybody else finds these names in ``fp8kit.arrays``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fp8kit.arguments import shown
+from fp8kit.errors import BackendError, expected
+
+if TYPE_CHECKING:
+    from fp8kit.arrays import ArrayView
+
+
+class Device(NamedTuple):
+    """A place where arrays live: ``kind`` ("cpu", "cuda", or what a plugin registers) and ``index``."""
+
+    kind: str
+    index: int = 0  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+CPU = Device("cpu", 0)
+
+
+def device(value: object, operation: str = "device", argument: str = "value") -> Device:
+    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1". BackendError for anything else, about ``argument`` of
+    ``operation``."""
+    if isinstance(value, Device):
+        return value
+    if isinstance(value, str):
+        kind, _, at = value.partition(":")
+        if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)):
+            return Device(kind, int(at or 0))
+    raise BackendError(expected(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
+
+
+def usable(value: object, operation: str = "device", argument: str = "value") -> Device:
+    """``device(value)``, where it can be used now. BackendError, about ``argument`` of ``operation``, for one that is not here."""
+    where = device(value, operation, argument)
+    count = provider(where).count()
+    if where.index >= count:
+        wanted = f"cpu, or a device that is here: {count} of {where.kind} are (`fp8kit info` lists what is missing)"
+        raise BackendError(expected(operation, argument, str(where), wanted))
+    return where
+
+
+class DeviceProvider(Protocol):
+    """What the engine of a device provides so that arrays can live there."""
+
+    def count(self) -> int:
+        """Devices of this kind that are usable now; 0 where the driver or a library is missing."""
+
+    def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
+        """Address and owner of ``nbytes`` fresh bytes, 256-byte aligned on accelerators."""
+
+    def current_stream(self, device: Device) -> int:
+        """Handle of the stream that work goes to now."""
+
+    def synchronize(self, device: Device) -> None:
+        """Wait for all work of the current stream."""
+
+    def order_after(self, stream: int, device: Device) -> None:
+        """Make the foreign ``stream`` wait for what the current stream holds (DLPack's producer side)."""
+
+    def fill_zero(self, view: ArrayView, stream: int) -> None:
+        """Write zero bytes over a C-contiguous view."""
+
+    def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
+        """Copy bytes between C-contiguous views, one of them on this device; to the host it waits until they are there."""
+
+    def native(self, view: ArrayView) -> Any:
+        """The view as an array of the device's own library (NumPy, CuPy), sharing its memory; FP8 stays uint8."""
+
+
+class _Host:
+    """The CPU's provider: NumPy's allocator, no streams."""
+
+    def count(self) -> int:
+        return 1
+
+    def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
+        try:
+            owner = np.empty(max(nbytes, 1), np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise BackendError(f"empty: {nbytes} bytes on the CPU cannot be had ({error})") from None
+        return owner.ctypes.data, owner
+
+    def current_stream(self, device: Device) -> int:
+        return 0
+
+    def synchronize(self, device: Device) -> None:
+        return None
+
+    def order_after(self, stream: int, device: Device) -> None:
+        return None
+
+    def fill_zero(self, view: ArrayView, stream: int) -> None:
+        ctypes.memset(view.ptr, 0, view.nbytes)
+
+    def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
+        ctypes.memmove(dst.ptr, src.ptr, src.nbytes)
+
+    def native(self, view: ArrayView) -> Any:
+        return view.numpy()
+
+
+_PROVIDERS: dict[str, DeviceProvider] = {"cpu": _Host()}
+_LOADERS: dict[str, str] = {"cpu": "", "cuda": "fp8kit.backends.cuda.device"}
+
+
+def register_device(kind: str, module: str) -> None:
+    """Say that devices of ``kind`` are served by ``module.provider``, imported when one is first used."""
+    _LOADERS[kind] = module
+
+
+def provider(where: Device) -> DeviceProvider:
+    """The provider of a device, imported at its first use; BackendError when the kind is unknown or its library is missing."""
+    try:
+        found = _PROVIDERS.get(where.kind)
+    except (AttributeError, TypeError, ValueError):  # what is none, or cannot be hashed
+        raise BackendError(expected("device", "value", shown(where), "a Device, such as arrays.CPU")) from None
+    if found is None:
+        if where.kind not in _LOADERS:
+            raise BackendError(expected("device", "kind", repr(where.kind), f"one of {', '.join(_LOADERS)}"))
+        try:
+            found = importlib.import_module(_LOADERS[where.kind]).provider
+        except ImportError as error:
+            raise BackendError(f"device {where}: its engine cannot be loaded ({error}); `fp8kit info` lists what is missing") from error
+        _PROVIDERS[where.kind] = found
+    return found
+
+
+def available(kind: str) -> bool:
+    """Whether a device of this kind is usable now."""
+    try:
+        return provider(Device(kind)).count() > 0
+    except BackendError:
+        return False
+
+
+def current_stream(where: Device) -> int:
+    """Handle of the stream that work for this device goes to now; 0 on the CPU. BackendError for what is no device."""
+    return 0 if where is CPU else provider(where).current_stream(where)
+
+
+def synchronize(where: Device) -> None:
+    """Wait until the current stream's work on this device is done."""
+    provider(where).synchronize(where)

@@ -1,0 +1,162 @@
+"""A call that is refused is refused before anything runs: FP8 state, random state, parameters and caches keep their bits, and the next good
+call gives the bits that it would have given without the bad one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit import arrays, nn
+from fp8kit.autograd import Tensor, tensor
+from fp8kit.errors import Fp8kitError
+from fp8kit.nn.fp8 import Fp8Module
+from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
+from tests.nn.test_layers import draw
+
+RENAMED = {"attn_mask_type": "self_attn_mask_type"}
+TWINS = {"attn_mask_type": "enc_dec_attn_mask_type", "window_size": "enc_dec_window_size", "attention_mask": "enc_dec_attn_mask",
+         "bottom_right_diagonal": "enc_dec_bottom_right_diagonal"}
+OPTIONS = {"attention_dropout": 0.1, "layer_number": 1}
+
+
+def mha(device, **options):
+    return nn.MultiheadAttention(H, HEADS, device=device, **OPTIONS, **options)
+
+
+def layer(device, **options):
+    return nn.TransformerLayer(H, FFN, HEADS, device=device, hidden_dropout=0.1, **OPTIONS, **options)
+
+
+def renamed(table, names):
+    return {case: {names.get(name, name): value for name, value in options.items()} for case, options in table.items()}
+
+
+X, SOURCE, PACK = draw(1, (S, B, H), "float32"), draw(2, (OTHER, B, H), "float32"), draw(3, (TOKENS, H), "float32")
+ACROSS_MHA = {"attention_type": "cross", "attn_mask_type": "no_mask"}
+PACKED_MHA, PACKED_LAYER = ({name: "thd", kind: "padding_causal"} for name, kind in (
+    ("qkv_format", "attn_mask_type"), ("attn_input_format", "self_attn_mask_type")))
+STARTS = {"starts that are no running sums": {"cu_seqlens_q_padded": np.array([1, 5, 10], np.int32)}}
+# name -> (module, good inputs by name, bad ones)
+CASES = {
+    "mha": (mha, {"hidden_states": X}, SELF),
+    "mha with a norm, and queries and keys apart": (lambda d: mha(d, input_layernorm=True, qk_norm_type="RMSNorm", num_gqa_groups=2),
+                                                    {"hidden_states": X}, SELF),
+    "mha across": (lambda d: mha(d, **ACROSS_MHA), {"hidden_states": X, "encoder_output": SOURCE}, ACROSS | ACROSS_OWN),
+    "mha across, parts apart": (lambda d: mha(d, fuse_qkv_params=True, qk_norm_type="LayerNorm", **ACROSS_MHA),
+                                {"hidden_states": X, "encoder_output": SOURCE}, ACROSS | ACROSS_OWN),
+    "mha, packed": (lambda d: mha(d, **PACKED_MHA), {"hidden_states": PACK} | THD, PACKED),
+    "layer": (layer, {"hidden_states": X}, renamed(SELF, RENAMED)),
+    "parallel layer": (lambda d: layer(d, parallel_attention_mlp=True), {"hidden_states": X}, renamed(SELF, RENAMED)),
+    "decoder": (lambda d: layer(d, layer_type="decoder"), {"hidden_states": X, "encoder_output": SOURCE},
+                ACROSS | renamed(ACROSS_OWN, TWINS)),
+    "layer, packed": (lambda d: layer(d, drop_path_rate=0.5, **PACKED_LAYER), {"hidden_states": PACK} | THD,
+                      renamed(PACKED, RENAMED) | STARTS),
+}  # fmt: skip
+
+
+def placed(value, device):
+    """An option as the native door takes it."""
+    if callable(value):
+        return value(nn.InferenceParams, device)
+    if isinstance(value, tuple):
+        return tuple(placed(part, device) for part in value)
+    return tensor(value, device=device) if isinstance(value, np.ndarray) else value
+
+
+def bits(value):
+    return arrays.as_view(value).numpy().tobytes()
+
+
+def state_of(module):
+    """All that a call might change of a module, and the random state."""
+    found = {name: bits(parameter.view) for name, parameter in module.named_parameters()} | {"random": repr(nn.get_rng_state())}
+    for path, child in module.named_modules():
+        for name, view in child.extra_state().items():
+            found[f"{path}.{name}"] = bits(view)
+        if isinstance(child, Fp8Module):
+            found[f"{path}.cache"] = None if child._weights is None else {n: bits(v) for n, v in child._weights.arrays.items()}
+    return found
+
+
+def cache_of(params):
+    """What an ``InferenceParams`` holds."""
+    if not isinstance(params, nn.InferenceParams):
+        return None
+    return repr({name: value for name, value in vars(params).items() if name not in ("_on_device", "device")})
+
+
+def step(module, good, device):
+    """A training step of micro-batches; outputs, gradients and state as bytes."""
+    with fk.deterministic(True):
+        with fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)):
+            y = module(**{name: placed(value, device) for name, value in good.items()}, is_first_microbatch=True)
+        y.backward(tensor(np.ones(y.shape, np.float32), device=device))
+    grads = [bits(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    for parameter in module.parameters():
+        parameter.grad = None
+    return bits(y.view), grads, state_of(module)
+
+
+def made(make, device):
+    nn.manual_seed(7)
+    return make(device)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
+    make, good, table = CASES[case]
+    other = made(make, device)
+    wanted = [step(other, good, device) for _ in range(2)]
+    module, ran = made(make, device), []
+    run = Fp8Module.run
+
+    def counted(self, *given, **named):
+        ran.append(type(self).__name__)
+        return run(self, *given, **named)
+
+    monkeypatch.setattr(Fp8Module, "run", counted)
+    wrong = []
+    for when in ("before the first step", "after it"):
+        before = state_of(module)
+        for name, bad in refused(table, device).items():
+            options = {argument: placed(value, device) for argument, value in (good | bad).items()}
+            cached, ran[:] = cache_of(options.get("inference_params")), []
+            try:
+                with fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)):
+                    module(**options)
+                wrong.append(f"{when}: {name}: taken")
+            except Fp8kitError:
+                pass
+            if state_of(module) != before or cache_of(options.get("inference_params")) != cached:
+                wrong.append(f"{when}: {name}: left a trace")
+            if ran and name != "is_first_microbatch that is no flag":  # which the first projection itself refuses
+                wrong.append(f"{when}: {name}: {', '.join(ran)} ran")
+        assert not wrong
+        assert step(module, good, device) == wanted.pop(0)
+
+
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP])
+def test_a_layer_that_refuses_its_input_keeps_its_state(device, kind, first):
+    """Shapes and dtypes of the input; the weight's cast and its cache come after it."""
+    module, other = (made(lambda d: kind(H, FFN, device=d), device) for _ in range(2))
+    good = {"inp": X}
+    before = state_of(module)
+    for bad in (np.zeros((S, H + 1), np.float32), np.zeros((S, H), np.float16), np.zeros((), np.float32)):
+        for _ in range(2):
+            with pytest.raises(Fp8kitError), fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)):
+                module(placed(bad, device), is_first_microbatch=first)
+            assert state_of(module) == before
+        assert step(module, good, device) == step(other, good, device)
+        before = state_of(module)
+
+
+def test_an_unknown_option_is_none(device):
+    for make in (mha, layer):
+        module = made(make, device)
+        before = state_of(module)
+        with pytest.raises(TypeError, match="colour"):
+            module(placed(X, device), colour="red")
+        assert state_of(module) == before
+        assert isinstance(module(placed(X, device)), Tensor)
