@@ -325,10 +325,12 @@ class Ready:
         self.inputs = [(name, *kind) for name, kind in zip(call.names, kinds, strict=True)]
         self.outputs, self.grads = _outs(signature.outputs, call.front), _outs(signature.grads, call.back)
         self.names = (*(out.name for out in self.outputs), *signature.passes)
-        self.make = make = maker(device, self.place)
+        early = self.operation.early
+        self.make = maker(device, self.place)
+        make = self.make if early else None
         self.saved = Block(signature.saved, make if self.eager else None)  # torch.compile's ops have one block
         self.scratch, self.back_scratch = Block(plan.scratch, make), Block(plan.backward_scratch, make)
-        self.grads_apart = large(signature.grads)
+        self.grads_apart = large(signature.grads) if early else {}
         self.front = {name: slot for name, slot in call.front.items() if f"{name}_amax" in signature.outputs}
         self.back = {name: slot for name, slot in call.back.items() if f"{name}_amax" in signature.grads}
         self.front_slots, self.back_slots = call.front_slots, call.back_slots

@@ -31,14 +31,15 @@ Finish = tuple[Callable[[list[Any]], None], Any]
 
 
 class Block:
-    """Buffers that live and die together, laid out in one piece of memory: one allocation instead of many. The ``large`` ones lie apart."""
+    """Buffers that live and die together, laid out in one piece of memory: one allocation instead of many. For an operation that is
+    ``early`` the ``large`` ones lie apart."""
 
     __slots__ = ("apart", "parts", "size")
 
-    def __init__(self, metas: Mapping[str, Meta]) -> None:
+    def __init__(self, metas: Mapping[str, Meta], early: bool) -> None:
         self.size = 0
         self.parts: list[tuple[str, int, arrays.Shape, DType]] = []
-        self.apart: dict[str, Meta] = large(metas)
+        self.apart: dict[str, Meta] = large(metas) if early else {}
         for name, meta in metas.items():
             if name in self.apart:
                 continue
@@ -105,10 +106,10 @@ def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | No
             raise AutogradError(f"{operation.name}: has no backward, but {', '.join(plan.signature.grads)} require a gradient")
         if len(_PLANS) >= _PLAN_LIMIT:
             _PLANS.clear()
-        apart = large(plan.signature.grads)
+        apart = large(plan.signature.grads) if operation.early else {}
         grads = {name: meta for name, meta in plan.signature.grads.items() if name not in apart}
-        blocks = (Block(plan.signature.saved), Block(plan.scratch), Block(plan.backward_scratch))
-        found = _PLANS[key] = Ready(plan, *blocks, grads, apart, kernels)
+        saved, forward, back = (Block(m, operation.early) for m in (plan.signature.saved, plan.scratch, plan.backward_scratch))
+        found = _PLANS[key] = Ready(plan, saved, forward, back, grads, apart, kernels)
     return found
 
 
@@ -293,13 +294,15 @@ def _record(
     names = [
         name for name, result in results.items() if result.dtype.floating and (name in signature.passes or not signature.outputs[name].zero)
     ]
-    main, main_dtype = outputs[names[0]].shape, outputs[names[0]].dtype
+    main = signature.outputs[names[0]]  # not the array: nobody may need that any more
     edges = [inputs[name].edge() for name in wanted]
+    left = True  # what was saved is still there
 
     def backward(cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
+        nonlocal left
         by_name = {name: g if g is None or g.contiguous else arrays.contiguous(g) for name, g in zip(names, cotangents, strict=True)}
         if by_name[names[0]] is None:
-            by_name[names[0]] = arrays.zeros(main, main_dtype, device)
+            by_name[names[0]] = arrays.zeros(main.shape, main.dtype, device)
         for check in watched:
             check()
         if watcher is not None:
@@ -307,7 +310,12 @@ def _record(
         grads: Any = allocate(ready.grads, device, given)
         if ready.grads_apart:
             grads = Buffers({**grads, **given}, ready.grads_apart, maker(device))
-        held = dict(saved) if tape.retaining() else saved  # what backward is done with is given up, unless another one is to come
+        held = saved
+        if type(saved) is Buffers:  # what backward is done with is given up, unless another one is to come
+            if not left:
+                raise AutogradError(f"{operation.name}: an earlier backward failed half-way; run forward again, or pass retain_graph=True")
+            left = tape.retaining()
+            held = dict(saved) if left else saved
         stream = arrays.current_stream(device)
         operation.backward(plan, kept, held, by_name, grads, ready.backward_scratch.room(device, stream), stream)
         if watcher is not None:

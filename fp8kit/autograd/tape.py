@@ -67,8 +67,8 @@ class Node:
 def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retain_graph: bool = False) -> None:
     """Walk back from ``roots``, pairs of an edge and its cotangent. Unless ``retain_graph``, nodes give up what they saved.
 
-    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded; it has given up what it saved too.
-    Raises AutogradError when a node was already walked and gave up what it saved.
+    Where a node raises, no leaf has got anything, and what the nodes wanted to finish is discarded. Raises AutogradError
+    when a node was already walked and gave up what it saved.
     """
     pending: dict[Node, list[Any]] = {}
     heap: list[tuple[int, Node]] = []
@@ -102,13 +102,12 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             cotangents = pending.pop(node)
             for index, hooks in (node.hooks or {}).items():
                 cotangents[index] = hooked(hooks, cotangents[index])
-            if not retain_graph:
-                node.backward = None
             gradients = backward(cotangents)
-            del backward
             for target, gradient in gradients if node.edges is None else zip(node.edges, gradients, strict=True):
                 if target is not None and gradient is not None:
                     deliver(target, gradient)
+            if not retain_graph:
+                node.backward = None
         for leaf, gradient in leaves.values():
             leaf.accumulate(gradient)
         for function, items in finishing.items():

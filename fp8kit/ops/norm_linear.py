@@ -133,6 +133,7 @@ class NormLinear(Operation):
     """
 
     name = "norm_linear"
+    early = True
 
     def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
         x = spec.norm.check(self.name, metas)

@@ -169,6 +169,7 @@ class NormMLP(Operation):
     """
 
     name = "norm_mlp"
+    early = True
 
     def _stages(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Stages:
         x = spec.norm.check(self.name, metas)
@@ -242,7 +243,7 @@ class NormMLP(Operation):
         passes: _Passes = plan.extra
         k, st, y = plan.kernels, passes.forward, outputs["y"]
         assert y is not None
-        own = saved if passes.numbers is None else {name: scratch[name] for name in st.saved()}
+        own = saved if passes.numbers is None else taken(scratch, st.saved())
         self._fc1(plan, st, inputs, outputs, own, scratch, stream)
         act = self._activate(plan, st, inputs, outputs, own, scratch, stream)
         st.fc2.fprop(k, act if act is not None else y.rows(), inputs, outputs, own, scratch, y.rows(), stream)
