@@ -72,7 +72,7 @@ class _Short(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, wiring: Wiring, fused: Fused | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, _, held = ready.forward(tensors, wiring.scales, wiring.front)
+        outputs, _, held = ready.forward(tensors, wiring.scales, wiring.front, True)
         ctx.save_for_backward(*[outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept], *held)
         ctx.ready, ctx.wiring, ctx.fused = ready, wiring, fused
         ctx.set_materialize_grads(False)
@@ -84,15 +84,15 @@ class _Short(torch.autograd.Function):
         ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
         count = len(ready.kept)
         kept, held = saved[:count], list(saved[count:])
-        if ready.saved.apart:  # unless the graph is kept for another pass, what is saved lives from here on as long as backward holds it
-            del saved
-            ctx.maybe_clear_saved_tensors()
         if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
             finish_backward(*wiring.ticket)
         into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
         # a layer with ``fp8_grad`` gives its input's gradient in FP8
         plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
-        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into)
+        if ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on ``held`` alone holds what forward saved
+            del saved
+            ctx.maybe_clear_saved_tensors()
+        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
         found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
         for i, grad in zip(ready.wanted, made, strict=True):
             found[3 + i] = grad

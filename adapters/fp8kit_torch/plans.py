@@ -328,7 +328,7 @@ class Ready:
         early = self.operation.early
         self.make = maker(device, self.place)
         make = self.make if early else None
-        self.saved = Block(signature.saved, make if self.eager else None)  # torch.compile's ops have one block
+        self.saved, self.saved_apart = Block(signature.saved), Block(signature.saved, make)  # the former for torch.compile's ops
         self.scratch, self.back_scratch = Block(plan.scratch, make), Block(plan.backward_scratch, make)
         self.grads_apart = large(signature.grads) if early else {}
         self.front = {name: slot for name, slot in call.front.items() if f"{name}_amax" in signature.outputs}
@@ -352,14 +352,19 @@ class Ready:
         """Handle of torch's current stream."""
         return torch._C._cuda_getCurrentRawStream(self.place.index) if self.place.kind == "cuda" else 0
 
-    def forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them."""
+    def forward(
+        self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, apart: bool = False
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them. ``apart``:
+        large buffers among what is saved are tensors of their own; otherwise all is one tensor."""
         if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._forward(tensors, scales, amaxes)
-        return self._forward(tensors, scales, amaxes)
+                return self._forward(tensors, scales, amaxes, apart)
+        return self._forward(tensors, scales, amaxes, apart)
 
-    def _forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+    def _forward(
+        self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, apart: bool
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         place, device, row = self.place, self.device, None
         if amaxes is None and self.front:
             row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
@@ -368,13 +373,15 @@ class Ready:
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr() or self._nowhere(name, tensor), shape, kind, place, tensor)
         outputs, filled = self._filled(self.outputs, amaxes)
-        held = [torch.empty(self.saved.size, dtype=torch.uint8, device=device)] if self.saved.parts else []
-        saved = self.saved.carve(held[0], place) if held else {}
-        if self.saved.apart:
-            saved = Buffers(saved, self.saved.apart, self.make)
+        block = self.saved_apart if apart else self.saved
+        held = [torch.empty(block.size, dtype=torch.uint8, device=device)] if block.parts else []
+        saved = block.carve(held[0], place) if held else {}
+        if block.apart:
+            saved = Buffers(saved, block.apart, self.make)
         stream = self.stream()
         self.operation.forward(self.plan, views, filled, saved, self.scratch.room(place, device, stream, self.eager), stream)
-        held += [saved[name].owner for name in self.saved.apart]  # type: ignore[misc]
+        if block.apart:
+            held += [saved[name].owner for name in block.apart]  # type: ignore[misc]
         return outputs, row, held
 
     def _nowhere(self, name: str, tensor: Tensor) -> int:
@@ -389,18 +396,18 @@ class Ready:
 
     def backward(
         self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
-        into: Mapping[str, Tensor] = _NOWHERE,
+        into: Mapping[str, Tensor] = _NOWHERE, apart: bool = False,
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        """(gradients of ``needs``, amaxes). ``held``: what forward saved; the list is emptied. ``kept`` and ``cotangents`` in the order of
-        ``self.kept`` and ``self.names``; ``into``: where gradients by name go that have a place already."""
+        """(gradients of ``needs``, amaxes). ``held``: what forward saved, ``apart`` or not; the list is emptied. ``kept``, ``cotangents``:
+        in the order of ``self.kept`` and ``self.names``; ``into``: where gradients by name go that have a place already."""
         if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._backward(kept, held, cotangents, scales, amaxes, into)
-        return self._backward(kept, held, cotangents, scales, amaxes, into)
+                return self._backward(kept, held, cotangents, scales, amaxes, into, apart)
+        return self._backward(kept, held, cotangents, scales, amaxes, into, apart)
 
     def _backward(
         self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
-        into: Mapping[str, Tensor],
+        into: Mapping[str, Tensor], apart: bool,
     ) -> tuple[list[Tensor | None], Tensor | None]:
         place, device, row = self.place, self.device, None
         if amaxes is None and self.back:
@@ -423,7 +430,7 @@ class Ready:
         made, filled = self._filled(self.grads, amaxes, into, self.grads_apart)
         if self.grads_apart:
             filled = Buffers(filled, self.grads_apart, self.make)
-        saved = self.saved.opened(held, place) if held else {}
+        saved = (self.saved_apart if apart else self.saved).opened(held, place) if held else {}
         stream = self.stream()
         scratch = self.back_scratch.room(place, device, stream, self.eager)
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
