@@ -19,7 +19,7 @@ from fp8kit.errors import CheckpointError, expected
 
 HostArray = np.ndarray[Any, Any]
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 
 # the format's dtype codes; float4 has none there
 CODES = {
@@ -48,7 +48,7 @@ def write(file: BinaryIO, host: Mapping[str, HostArray], texts: Mapping[str, str
     safetensors library's own ``save_file`` leaves files of unknown names behind when it is killed.)"""
     order = sorted(host, key=lambda name: (-host[name].dtype.itemsize, name))
     codes = {kind.numpy: code for code, kind in CODES.items()}
-    header: dict[str, Any] = {_METADATA: dict(texts)} if texts else {}
+    header: dict[str, Any] = {METADATA: dict(texts)} if texts else {}
     end = 0
     for name in order:
         start, end = end, end + host[name].nbytes
@@ -89,7 +89,7 @@ def _header(file: Any) -> tuple[dict[str, _Entry], dict[str, str], int]:
         raise _Bad(f"no JSON in the header: {error}") from None
     if not isinstance(header, dict):
         raise _Bad("the header is no JSON object")
-    metadata = header.pop(_METADATA, {})
+    metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise _Bad("metadata that are no strings")
     entries = {name: _entry(name, said) for name, said in header.items()}

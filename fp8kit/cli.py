@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder of the results (%(default)s)")
     train.add_argument("--save-every", type=_positive, default=100, metavar="N",
                        help="write the whole state to DIR/training.safetensors after each N steps (%(default)s)")
-    train.add_argument("--resume", action="store_true", help="continue from DIR/training.safetensors")
+    train.add_argument("--resume", action="store_true", help="continue from DIR/training.safetensors; where there is none yet, start")
     train.set_defaults(run=_train)
 
     for trains in (demo, train):
@@ -111,8 +111,12 @@ def _train(options: argparse.Namespace) -> int:
         size = size.with_steps(options.steps)
     recipe = fp8_recipe(size) if options.precision == "fp8" else None
     corpus = text.standard_library()
+    keep, resume = out / "training.safetensors", options.resume
+    if resume and not keep.exists():  # stopped before its first save: the same command, again and again, ends with the run
+        print(f"fp8kit train: there is no {keep} yet: from the start", file=sys.stderr)
+        resume = False
     run = train(size, corpus, recipe, "FP8" if recipe else high_precision(device).name, device, options.seed,
-                keep=out / "training.safetensors", save_every=options.save_every, resume=options.resume)
+                keep=keep, save_every=options.save_every, resume=resume)
     write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:
         write_statistics(out / "scales.csv", run.statistics)

@@ -263,6 +263,10 @@ class Float8Tensor:
             raise TypeError("len() of a 0-dimensional Float8Tensor")
         return self.shape[0]
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        # NumPy would make an array of Python objects, element by element
+        raise FormatError(expected("__array__", "self", repr(self), "dequantize() for its values, data for its codes"))
+
     def __dlpack__(self, **options: Any) -> object:
         kind = formats.dtype_of_format(self.format)
         native = kind is not None and kind.dlpack[1] == 8

@@ -15,7 +15,6 @@ contradiction is a RecipeError, and every field that is accepted has its effect.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -124,7 +123,7 @@ class QParams(_Strict):
     """How one operand is quantised under current and block scaling.
 
     * ``power_2_scale``: scales are rounded down to a power of two, so that scaling itself rounds nothing.
-    * ``amax_epsilon``: float >= 0, the least amax a scale is computed from.
+    * ``amax_epsilon``: float >= 0 and finite in float32, the least amax a scale is computed from.
     * ``random_hadamard_transform``, ``stochastic_rounding``, ``fp4_2d_quantization``: refused unless False; not yet supported.
     """
 
@@ -137,8 +136,8 @@ class QParams(_Strict):
     def __post_init__(self) -> None:
         self._want(bool, "power_2_scale")
         epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not (math.isfinite(epsilon) and epsilon >= 0):
-            raise self._refuse("amax_epsilon", "a finite float >= 0")
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon <= formats.float32.max:
+            raise self._refuse("amax_epsilon", "a finite float32 >= 0")
         self._not_yet(random_hadamard_transform=False, stochastic_rounding=False, fp4_2d_quantization=False)
 
 
@@ -205,6 +204,8 @@ class Recipe(_Strict):
         self._not_yet(fp8_dpa=False, fp8_mha=False, backward_override=None)
 
 
+_MOST_MARGIN = 18
+
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
 
@@ -223,12 +224,14 @@ class DelayedScaling(Recipe):
     Scales start at 1. A NaN in the history is ignored by "max". Forward states are updated when the outermost autocast ends, backward
     states when a backward pass ends.
 
-    * ``margin``: int >= 0, powers of two kept free below the format's largest value.
+    * ``margin``: int from 0 to 18, powers of two kept free below the format's largest value; with 19 E4M3 would round even that to 0.
     * ``fp8_format``: Format.HYBRID or Format.E4M3.
     * ``amax_history_len``: int >= 1, steps.
     * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32 ``(H, n) -> (n,)``.
     * ``scaling_factor_compute_algo``: None for the rule above, or a callable ``(amax, scale, fp8_max, recipe) -> scale`` on NumPy
-      float32 ``(n,)``. Callables run on the host and cost a synchronisation per update.
+      float32 ``(n,)``. FLT_MAX takes the place of an Inf among the scales, and the old scale that of what is no scale where amax is 0, Inf
+      or NaN; elsewhere one that is NaN or below 2^-128 is a RecipeError, and nothing is updated. Callables run on the host and cost a
+      synchronisation per update.
     * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing to reduce.
     * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
 
@@ -248,8 +251,8 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         self._want(int, "margin", "amax_history_len")
         self._want(bool, "reduce_amax")
-        if self.margin < 0:
-            raise self._refuse("margin", "an int >= 0")
+        if not 0 <= self.margin <= _MOST_MARGIN:
+            raise self._refuse("margin", f"an int from 0 to {_MOST_MARGIN}")
         if self.amax_history_len < 1:
             raise self._refuse("amax_history_len", "an int >= 1")
         algo = self.amax_compute_algo

@@ -23,6 +23,7 @@ HostArray = np.ndarray[Any, Any]
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 FIELDS = ("scale", "scale_inv", "amax_history")
+_LEAST_SCALE = 2.0**-128  # whose inverse float32 still has
 
 
 def forward_slots(gemms: Sequence[str]) -> dict[str, int]:
@@ -164,17 +165,16 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
 def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
     """A state's arrays after the update with user callables. Same rule as the kernel for tensors that were not used."""
     history, scale, scale_inv = (state.views[f].numpy().copy() for f in ("amax_history", "scale", "scale_inv"))
-    algo = recipe.amax_compute_algo
+    algo, used = recipe.amax_compute_algo, history[0] != 0
     if callable(algo):
         amax = _answer(recipe, "amax_compute_algo", algo(history.copy()), scale.shape)
     else:
         amax = history[0].copy() if algo == "most_recent" else np.fmax.reduce(history, 0)
     if recipe.scaling_factor_compute_algo is not None:
-        answer = recipe.scaling_factor_compute_algo(amax, scale.copy(), fp8_max, recipe)
-        new = _answer(recipe, "scaling_factor_compute_algo", answer, scale.shape)
+        answer = recipe.scaling_factor_compute_algo(amax.copy(), scale.copy(), fp8_max, recipe)
+        new = _scales(recipe, _answer(recipe, "scaling_factor_compute_algo", answer, scale.shape), amax, scale, used)
     else:
         new = default_scale(amax, scale, fp8_max, recipe.margin)
-    used = history[0] != 0
     scale[used] = new[used]
     scale_inv[used] = np.float32(1) / scale[used]
     rolled = np.roll(history, -1, 0)
@@ -191,6 +191,17 @@ def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int
     with np.errstate(over="ignore"):
         new = np.float32(fp8_max * 2.0**-margin) / np.where(usable, amax, np.float32(1))
     return np.where(usable, np.minimum(new, np.finfo(np.float32).max), scale).astype(np.float32)
+
+
+def _scales(recipe: DelayedScaling, answer: HostArray, amax: HostArray, scale: HostArray, used: HostArray) -> HostArray:
+    """What a callable answered, made scales as ``DelayedScaling`` says. RecipeError for one that no scale can be."""
+    capped = np.minimum(answer, np.finfo(np.float32).max)
+    fits = capped >= _LEAST_SCALE  # False for NaN
+    wrong = np.flatnonzero(used & np.isfinite(amax) & (amax > 0) & ~fits)
+    if wrong.size:
+        got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale, at least 2^-128"
+        raise RecipeError(expected(type(recipe).__name__, "scaling_factor_compute_algo", got, wanted))
+    return np.where(fits, capped, scale)
 
 
 def _answer(recipe: DelayedScaling, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:

@@ -89,25 +89,27 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
     """Write a module's, an optimiser's or a dict's arrays to ``path``.
 
     ``module``: has ``state_dict()``, or is a mapping of names to arrays (NumPy, CuPy, views, tensors) of any shape and any dtype that
-    safetensors has. ``metadata``: strings kept in the file's header. The file appears whole or not at all: it is written beside, flushed to
-    the disk and renamed. A symbolic link stays: the file that it names is written. Arrays on the CPU are written from where they are: a
-    step that another thread takes meanwhile leaves some arrays, or parts of one, from before it and some from after; save between steps,
-    or save copies. Raises CheckpointError for arrays that the format cannot hold; OSError when the disk refuses.
+    safetensors has. ``metadata``: strings kept in the file's header. ``path``: a file, old or new, in a folder that exists. It appears
+    whole or not at all: it is written beside, flushed to the disk and renamed. A symbolic link stays: the file that it names is written.
+    Arrays on the CPU are written from where they are: a step that another thread takes meanwhile leaves some arrays, or parts of one, from
+    before it and some from after; save between steps, or save copies. Raises CheckpointError for arrays and names that the format cannot
+    hold, and for a path to anything else; OSError when the disk refuses.
     """
     target = Path(os.path.realpath(arguments.path("save", path)))
     try:
-        usable = target.parent.is_dir() and not target.is_dir()
+        # a device or a pipe would be replaced by a file
+        usable = target.parent.is_dir() and (target.is_file() or not target.exists())
     except OSError:  # a name that no file can have
         usable = False
     if not usable:
-        raise CheckpointError(expected("save", "path", arguments.shown(str(target), 200), "a file in a folder that exists"))
+        raise CheckpointError(expected("save", "path", arguments.shown(str(target), 200), "a file, old or new, in a folder that exists"))
     state = module if isinstance(module, Mapping) else _stateful("save", module).state_dict()
-    host = {str(name): _host(str(name), array) for name, array in state.items()}
+    host = {_name(name): _host(name, array) for name, array in state.items()}
     if metadata is not None and not isinstance(metadata, Mapping):
         raise CheckpointError(expected("save", "metadata", arguments.shown(metadata), "a mapping of strings to strings"))
     texts = dict(metadata or {})
     for name, text in texts.items():
-        if not isinstance(name, str) or not isinstance(text, str):
+        if not all(isinstance(s, str) and _is_text(s) for s in (name, text)):
             raise CheckpointError(expected("save", f"metadata[{name!r}]", repr(text), "a string"))
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_BESIDE}")
     try:
@@ -207,6 +209,19 @@ def array(operation: str, name: str, value: Any) -> ArrayView:
         return arrays.as_view(value)
     except FormatError as error:
         raise CheckpointError(expected(operation, name, arguments.shown(value), f"an array ({error})")) from None
+
+
+def _name(name: Any) -> str:
+    """An array's name as it is; CheckpointError for one that the format cannot hold."""
+    if not isinstance(name, str) or name == checkpoint_format.METADATA or not _is_text(name):
+        wanted = f"a string of characters, other than {checkpoint_format.METADATA}"
+        raise CheckpointError(expected("save", "name", arguments.shown(name), wanted))
+    return name
+
+
+def _is_text(text: str) -> bool:
+    """Whether UTF-8 has it: a lone surrogate it has not."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _host(name: str, value: Any) -> HostArray:

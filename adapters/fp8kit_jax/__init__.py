@@ -1,9 +1,9 @@
 """fp8kit for JAX: FP8 layers as pure functions and as Flax modules, on the CPU and on CUDA, inside ``jax.jit``.
 
 ``dense``, ``layernorm_dense``, ``layernorm_mlp``, ``dot_product_attention`` and the small functions are made of fp8kit's operations, run by
-one XLA custom call. Under ``jax.jit`` with shardings they split by the arrays' first dimension (by attention's batch), by heads, by a
-product's features and its contraction, with the results of one device: what is moved are sums, and amaxes before casts. Attention whose
-weights are dropped, and sequences, are not split.
+one XLA custom call. Under ``jax.jit`` with shardings, on mesh axes of the kinds ``Auto`` and ``Explicit``, they split by the arrays' first
+dimension (by attention's batch), by heads, by a product's features and its contraction, with the results of one device: what is moved are
+sums, and amaxes before casts. Attention whose weights are dropped, sequences, and ``gemm`` are not split.
 
 Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax.
 """

@@ -23,7 +23,8 @@ Places = tuple[tuple[str, int, int], ...]  # name, its dimension as JAX has it, 
 
 
 class Cut(NamedTuple):
-    """One way to cut. ``places``: what becomes smaller; ``kind``: "rows", "features", "contraction", "inner" or "heads"."""
+    """One way to cut. ``places``: what becomes smaller; ``kind``: "rows", "features", "contraction", "inner", "heads",
+    or "tile": rows that share one scale."""
 
     kind: str
     places: Places
@@ -88,6 +89,8 @@ def _smaller(spec: Any, cut: Cut, count: int) -> Any:
 
     if cut.kind == "rows":
         return spec
+    if cut.kind == "tile":
+        return None if spec.tile[0] % count else replace(spec, tile=(spec.tile[0] // count, spec.tile[1]))
     if cut.kind in ("features", "contraction"):
         found = product(spec.product, "out" if cut.kind == "features" else "in")
         return None if found is None else replace(spec, product=found)
@@ -230,8 +233,21 @@ def _drop_path(program: Program) -> list[Cut]:
     return _rows("x", "residual")(program) if program.spec.format == "bshd" else []
 
 
+def _casts(program: Program) -> list[Cut]:
+    """Rows of the codes, and of the scales where they belong to rows. Not where bits are drawn, which know their place in the array, and
+    not through tiles of several rows, but through one that is the whole."""
+    spec, metas = program.spec, dict(program.metas)
+    main = "x" if "x" in metas else "q"
+    shape = metas[main].shape
+    if len(shape) < 2 or getattr(spec, "stochastic", False):
+        return []
+    if spec.tile[0] == 1:
+        return [Cut("rows", tuple((name, 0, 0) for name in (main, "scale", "scale_inv") if name in metas))]
+    return [Cut("tile", ((main, 0, 0),))] if spec.tile == (math.prod(shape[:-1]), shape[-1]) else []
+
+
 _TABLE: dict[str, Callable[[Program], list[Cut]]] = {
     "linear": _linear, "norm_linear": _norm_linear, "norm_mlp": _norm_mlp, "norm": _rows("x"), "activation": _activation,
     "attention": _attention, "rope": _rope, "cross_entropy": _rows("logits", "targets"), "dropout_add": _rows("x", "residual"),
-    "drop_path": _drop_path,
+    "drop_path": _drop_path, "quantize": _casts, "dequantize": _casts,
 }  # fmt: skip

@@ -16,7 +16,8 @@ from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import E4M3, E5M2, Format
 from fp8kit.ops import casts
 from fp8kit.ops.fp8_gemm import Fp8GemmSpec, fp8_gemm
-from fp8kit_jax import primitive
+from fp8kit_jax import manual, primitive
+from fp8kit_jax.amaxes import amax_of, scale_of
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
@@ -55,7 +56,8 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     """``encode(x * scale)`` as a ScaledTensor; the same codes and scales as ``fp8kit.quantize``.
 
     * ``x``: float32, bfloat16 or float16 (..., N). ``format``: one that JAX has a dtype for: E4M3, E5M2, E8M0.
-    * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for blocks.
+    * ``scale``: float32, one for each tile; None: format.max / amax, rounded down to a power of two for blocks. In a shard_map the amax of
+      "tensor" is that of all devices.
     * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32". ``rounding``: "nearest", or "stochastic" with ``key``.
     * ``saturate``: beyond the largest finite value, and Inf, become it.
 
@@ -70,6 +72,12 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     blocks = scaling not in ("tensor", "row")
     for_inf = min(primitive.meta_of(x).dtype.max, formats.float32.max) if scaling.startswith("block") else formats.float32.max
     saturate = flag("quantize", "saturate", saturate)
+    if not x.size:  # as fp8kit.quantize has it: nothing to measure, so the scale is 1 where there is one
+        whole = jnp.ones(1) if scale is None else as_array("quantize", "scale", scale).astype(jnp.float32)
+        return ScaledTensor(jnp.zeros(x.shape, native), jnp.broadcast_to(1 / whole, grid), format, scaling)
+    axes = manual.axes(x) if scale is None and scaling == "tensor" else ()
+    if axes:
+        scale = scale_of(jax.lax.pmax(amax_of(x), axes), format.max)
     spec = casts.QuantizeSpec(format, tile, saturate, blocks, for_inf, scale is not None, rounding == "stochastic")
     given = {}
     if scale is not None:
@@ -90,6 +98,8 @@ def dequantize(q: ScaledTensor, dtype: Any = jnp.float32) -> Any:
     if kind not in formats.HIGH_PRECISION:
         raise FormatError(expected("dequantize", "dtype", kind.name, "float32, bfloat16 or float16"))
     tile, _ = _tiling("dequantize", q.scaling, *_matrix(q.shape))
+    if not math.prod(q.shape):
+        return jnp.zeros(q.shape, kind.numpy)
     inputs = {"q": _codes(q), "scale_inv": q.scale_inv.reshape(-1)}
     return apply(casts.dequantize, casts.DequantizeSpec(q.format, tile, kind.name), inputs)["x"]
 
@@ -116,7 +126,11 @@ def gemm(a: ScaledTensor, b: ScaledTensor, dtype: Any = jnp.float32, fast_accumu
         raise FormatError(expected("gemm", "scaling", pair, "tensor, row or blocks for both, not 128x128 for both"))
     if by_blocks and fast_accumulate:
         raise FormatError(expected("gemm", "fast_accumulate", True, "False for blocks"))
+    if kind not in formats.HIGH_PRECISION:
+        raise FormatError(expected("gemm", "dtype", kind.name, "float32, bfloat16 or float16"))
     rows, columns = _matrix(a.shape)[0], b.shape[0]
+    if not (rows and columns and b.shape[1]):
+        return jnp.zeros((*a.shape[:-1], columns), kind.numpy)
     tiles = (TILES[a.scaling], TILES[b.scaling]) if by_blocks else None
     inputs: dict[str, Any] = {}
     for name, operand in (("a", a), ("b", b)):

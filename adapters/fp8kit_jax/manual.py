@@ -10,10 +10,16 @@ import jax.numpy as jnp
 from fp8kit_jax.scopes import mesh_resource
 
 
-def axes() -> tuple[str, ...]:
-    """The manual mesh axes of the place that is being traced, pipeline stages left out: a stage has tensors of its own."""
+def axes(tree: Any) -> tuple[str, ...]:
+    """The manual mesh axes over which a tree's leaves may differ, pipeline stages left out: a stage has tensors of its own.
+
+    A shard_map that checks what varies says so in the types; one that does not (``check_vma=False``) leaves all of its axes."""
     stages = mesh_resource().pp_resource
-    return tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != stages)
+    found = tuple(axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis != stages)
+    if not found or not _varying(jax.lax.axis_index(found[0])):
+        return found
+    union = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(tree)))
+    return tuple(axis for axis in found if axis in union)
 
 
 def varying(kind: Any) -> frozenset[str]:

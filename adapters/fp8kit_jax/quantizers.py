@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8kit.arguments import integer, shown
 from fp8kit.errors import RecipeError, expected
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Recipe
-from fp8kit_jax.scopes import recipe_in_force
+from fp8kit_jax.arguments import as_array
+from fp8kit_jax.scopes import check_recipe, recipe_in_force
 from fp8kit_jax.state import Scaling, Slot
 
 
@@ -38,11 +40,11 @@ noop_quantizer_set = QuantizerSet()
 def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
     """A fresh QuantizerSet, or a tuple of them for ``n_quantizer_sets`` > 1 (a layer with several products).
 
-    ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's history length.
+    ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's history length. Raises
+    RecipeError for what is no recipe, and for one that JAX cannot carry out (``autocast``).
     """
     recipe = recipe_in_force() if recipe is None else recipe
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(expected("create_set", "recipe", shown(recipe), "a Recipe or None"))
+    check_recipe("create_set", recipe)
     integer("create_set", "n_quantizer_sets", n_quantizer_sets, 1, 2**16)
 
     def one() -> QuantizerSet:
@@ -55,14 +57,31 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
 
 
 def settle(operation: str, given: QuantizerSet | None) -> QuantizerSet:
-    """The set to use: ``given``, or by the autocast in force. RecipeError where delayed scaling lacks its state."""
+    """The set to use: ``given``, or by the autocast in force. RecipeError for a recipe that JAX cannot carry out, and where delayed scaling
+    lacks its state or has one of another shape."""
     found = QuantizerSet(recipe=recipe_in_force()) if given is None else given
     if not isinstance(found, QuantizerSet):
         raise RecipeError(expected(operation, "quantizer_set", type(found).__name__, "a QuantizerSet or None"))
+    check_recipe(operation, found.recipe)
     if isinstance(found.recipe, DelayedScaling) and None in (found.x, found.kernel, found.grad):
         wanted = "a QuantizerSet with its slots (create_set), for delayed scaling has state"
         raise RecipeError(expected(operation, "quantizer_set", "no slots", wanted))
+    for name in ("x", "kernel", "grad"):
+        _check_slot(operation, f"quantizer_set.{name}", getattr(found, name))
     return found
+
+
+def _check_slot(operation: str, argument: str, slot: Any) -> None:
+    if slot is None:
+        return
+    if not isinstance(slot, Slot):
+        raise RecipeError(expected(operation, argument, shown(slot), "a Slot"))
+    for part, value in slot._asdict().items():
+        array = as_array(operation, f"{argument}.{part}", value)
+        fits = array.ndim == 1 and array.dtype == jnp.float32 and (array.size == 1 if part == "scale" else array.size > 0)
+        if not fits:
+            wanted = "float32 (1,)" if part == "scale" else "float32 (steps,), at least one"
+            raise RecipeError(expected(operation, f"{argument}.{part}", f"{array.dtype} {array.shape}", wanted))
 
 
 def scaling_of(found: QuantizerSet) -> Scaling | None:

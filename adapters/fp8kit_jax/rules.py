@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import AutogradError, FormatError, expected
+from fp8kit.errors import AutogradError, FormatError, RecipeError, ShapeError, expected
 from fp8kit.formats import int64
 from fp8kit.spec import Meta, Operation
-from fp8kit_jax import manual, primitive, shared
+from fp8kit_jax import explicit, manual, primitive, shared
 from fp8kit_jax.arguments import as_array
 from fp8kit_jax.program import Program
 from fp8kit_jax.state import Scaling, State, next_state
@@ -55,6 +55,7 @@ class _Kept(NamedTuple):
 class _How:
     program: Program
     inputs: tuple[str, ...]  # names of what is differentiated
+    refused: str | None  # why there is no gradient
 
 
 def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: State | None = None, scaling: Scaling | None = None,
@@ -72,12 +73,19 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: Sta
     Raises what ``infer`` raises, when it is traced.
     """
     given = {name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None}
-    axes = manual.axes()
     given, state = manual.alike((given, state or {}))
+    axes = manual.axes((given, state))
     own = {name: shape for name, shape in (flat or {}).items() if name in given and given[name].shape != shape}
     seen = {name: given[name].shape for name in own} | dict(views or {})
     static = _Static(operation.name, spec, pairs, scaling, axes, tuple(seen.items()), tuple(own.items()))
-    return _run(static, given, state)
+    run = functools.partial(_run, static)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # a shard_map outside of jit refuses rules with symbolic zeros
+        run = jax.jit(run, inline=True)  # of this call alone: the policy in force is no part of what jit would know it by
+    mesh = explicit.mesh_of((given, state))
+    if mesh is None:
+        return run(given, state)
+    program, arguments = _program(static, given, state, ())
+    return explicit.run(run, mesh, program, arguments, given, state)
 
 
 def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta], ...]:
@@ -87,6 +95,8 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
             meta = primitive.meta_of(value)
         except FormatError:
             raise FormatError(expected(static.operation, name, value.dtype, "a dtype of fp8kit")) from None
+        if not all(isinstance(n, int) for n in meta.shape):
+            raise ShapeError(expected(static.operation, name, f"shape {meta.shape}", "sizes that are known when it is traced"))
         meta = meta._replace(shape=flat.get(name, meta.shape))
         if name in static.pairs and meta.dtype.name == "uint32":
             meta = Meta((*meta.shape[:-1], meta.shape[-1] // 2), int64)
@@ -94,11 +104,16 @@ def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta]
     return tuple(out)
 
 
+def _program(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays]:
+    """The forward program and its arguments."""
+    given = inputs | {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
+    metas = _metas(static, given)
+    return Program("forward", static.operation, static.spec, metas, needs, policy=get_policy(), views=static.views), given
+
+
 def _forward(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> tuple[Program, Arrays, Arrays]:
-    """The forward program, its inputs, and its results, passes included."""
-    scales = {f"{key}_scale": slot.scale for key, slot in state.items() if not key.endswith("g")}
-    given = inputs | scales
-    program = Program("forward", static.operation, static.spec, _metas(static, given), needs, policy=get_policy(), views=static.views)
+    """The forward program, its arguments, and its results, passes included."""
+    program, given = _program(static, inputs, state, needs)
     results = _bound(program, list(given.values()), static)
     return program, given, results | {name: given[source] for name, source in program.signature.passes.items()}
 
@@ -124,19 +139,30 @@ def _run_forward(static: _Static, inputs: Any, state: Any) -> tuple[Arrays, _Kep
     values = {name: leaf.value for name, leaf in inputs.items()}
     needs = tuple(name for name, leaf in inputs.items() if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating))
     slots = jax.tree.map(lambda leaf: leaf.value, state, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
-    program, given, results = _forward(static, values, slots, needs)
+    refused = _refused(static, values, slots, needs)
+    program, given, results = _forward(static, values, slots, () if refused else needs)
     s = program.signature
-    for name in needs:
-        if name not in s.grads and name not in s.grad_passes:
-            raise AutogradError(f"{static.operation}: no gradient rule for its input {name!r}, which is differentiated")
     kept = {name: given[name] if name in given else results[name] for name in s.kept if name in given or name in results}
     saved = {name: results[name] for name in s.saved}
     amaxes = {name: results[name] for name, meta in s.outputs.items() if meta.zero} if state else {}
-    return _outputs(program, results), _Kept(_How(program, tuple(inputs)), {"kept": kept, "saved": saved, "amax": amaxes}, slots)
+    return _outputs(program, results), _Kept(_How(program, tuple(inputs), refused), {"kept": kept, "saved": saved, "amax": amaxes}, slots)
+
+
+def _refused(static: _Static, inputs: Arrays, state: State, needs: tuple[str, ...]) -> str | None:
+    """Why there is no gradient of ``needs``, None where there is. It is said when one is asked for: what a loss is not a function of, such
+    as a straight-through estimate's rounding behind ``stop_gradient``, may well be differentiated on the way."""
+    try:
+        s = _program(static, inputs, state, needs)[0].signature
+    except AutogradError as error:
+        return str(error)
+    missing = [name for name in needs if name not in s.grads and name not in s.grad_passes]
+    return f"{static.operation}: no gradient rule for its input {missing[0]!r}, which is differentiated" if missing else None
 
 
 def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, Any]:
     program, state, arrays = kept.how.program, kept.state, kept.arrays
+    if kept.how.refused is not None:
+        raise AutogradError(kept.how.refused)
     s = program.signature
     g = {name: None if isinstance(value, SymbolicZero) else value for name, value in cotangents.items()}
     first = next(iter(g))
@@ -155,7 +181,8 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
     inputs = {name: grads.get(name) for name in kept.how.inputs}
     if not state:
         return inputs, state
-    assert static.scaling is not None
+    if static.scaling is None:
+        raise RecipeError(expected(static.operation, "quantizer_set", "slots", "none beside a recipe that keeps no state"))
     amaxes = arrays["amax"] | {name: value for name, value in found.items() if name.endswith("_amax")}
     return inputs, next_state(static.scaling, state, {name.removesuffix("_amax"): value for name, value in amaxes.items()}, static.axes)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fp8kit.arguments import shown
 from fp8kit.autocast import autocast as scope
 from fp8kit.autocast import current
 from fp8kit.errors import RecipeError, expected
@@ -52,6 +53,18 @@ def recipe_in_force() -> Recipe | None:
     return state.recipe if state is not None and state.enabled else None
 
 
+def check_recipe(operation: str, recipe: Any) -> None:
+    """RecipeError for what is neither a recipe nor None, and for a recipe that JAX cannot carry out: one with host callables, or with
+    ``reduce_amax=False``."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(expected(operation, "recipe", shown(recipe), "a Recipe, such as recipe.DelayedScaling(), or None"))
+    if isinstance(recipe, DelayedScaling):
+        if recipe.host_update:
+            raise RecipeError(expected(operation, "recipe", "a recipe with callables", "amax_compute_algo 'max' or 'most_recent' in JAX"))
+        if not recipe.reduce_amax:
+            raise RecipeError(expected(operation, "recipe", "reduce_amax=False", "reduce_amax=True in JAX"))
+
+
 @contextmanager
 def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None) -> Iterator[None]:
     """Functions and modules that are *traced* within compute in FP8, in this thread.
@@ -62,11 +75,7 @@ def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource:
     Raises RecipeError for wrong arguments, and for what JAX cannot carry out: a recipe with host callables, ``reduce_amax=False``.
     Source: Transformer Engine's ``transformer_engine.jax.autocast``.
     """
-    if isinstance(recipe, DelayedScaling):
-        if recipe.host_update:
-            raise RecipeError(expected("autocast", "recipe", "a recipe with callables", "amax_compute_algo 'max' or 'most_recent' in JAX"))
-        if not recipe.reduce_amax:
-            raise RecipeError(expected("autocast", "recipe", "reduce_amax=False", "reduce_amax=True in JAX"))
+    check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise RecipeError(expected("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None"))
     before: Any = _thread.resource

@@ -108,16 +108,15 @@ def _rule(program: Program) -> SdyShardingRule:
     return SdyShardingRule(tuple(mapped[:count]), tuple(mapped[count:]), **{f: n for f, n in sizes.items() if f not in whole})
 
 
-def _choose(program: Program, mesh: Any, arg_shapes: Sequence[Any]) -> list[Chosen]:
-    """The cuts that XLA suggests by the arguments' shardings, as many as can be made together, one after the other."""
+def _choose(program: Program, mesh: Any, specs: Sequence[Any]) -> list[Chosen]:
+    """The cuts that the arguments' PartitionSpecs suggest, as many as can be made together, one after the other."""
     chosen: list[Chosen] = []
     counts: tuple[tuple[Cut, int], ...] = ()
     taken: set[str] = set()
     for cut in cuts(program):
         found = _found(program, cut)
         axes: tuple[str, ...] = ()
-        for shape, d in zip(arg_shapes, found[0] if found is not None else (), strict=False):
-            spec = shape.sharding.spec
+        for spec, d in zip(specs, found[0] if found is not None else (), strict=False):
             if d is not None and d < len(spec) and spec[d] and not axes:
                 named = (spec[d],) if isinstance(spec[d], str) else tuple(spec[d])
                 axes = tuple(axis for axis in named if axis not in taken)
@@ -133,26 +132,35 @@ def _choose(program: Program, mesh: Any, arg_shapes: Sequence[Any]) -> list[Chos
     return chosen
 
 
+def _specs(program: Program, chosen: Sequence[Chosen], kind: str) -> list[P]:
+    """The PartitionSpecs of "arguments" or "results" after the cuts ``chosen``."""
+    found = []
+    for i, (_, shape) in enumerate(program.seen(kind)):
+        dims: list[Any] = [None] * len(shape)
+        for one in chosen:
+            d = getattr(one, kind)[i]
+            if d is not None:
+                dims[d] = one.axes
+        found.append(P(*dims))
+    return found
+
+
+def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> dict[str, P]:
+    """How the results are split, by name, where the arguments are split by ``specs``."""
+    found = _specs(program, _choose(program, mesh, specs), "results")
+    return {name: spec for (name, _), spec in zip(program.results, found, strict=True)}
+
+
 def _partition(program: Program, bind: Bind, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
-    chosen = _choose(program, mesh, arg_shapes)
+    chosen = _choose(program, mesh, [shape.sharding.spec for shape in arg_shapes])
     part = local(program, tuple((one.cut, math.prod(mesh.shape[axis] for axis in one.axes)) for one in chosen))
     assert part is not None
-
-    def shardings(kind: str) -> tuple[NamedSharding, ...]:
-        found = []
-        for i, (_, shape) in enumerate(program.seen(kind)):
-            dims: list[Any] = [None] * len(shape)
-            for one in chosen:
-                d = getattr(one, kind)[i]
-                if d is not None:
-                    dims[d] = one.axes
-            found.append(NamedSharding(mesh, P(*dims)))
-        return tuple(found)
 
     def lower(*arrays: Any) -> tuple[Any, ...]:
         return _run_part(part, bind, arrays, chosen)
 
-    return mesh, lower, shardings("results"), shardings("arguments")
+    results, arguments = (tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, kind)) for kind in ("results", "arguments"))
+    return mesh, lower, results, arguments
 
 
 def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence[Chosen]) -> tuple[Any, ...]:
@@ -167,7 +175,7 @@ def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence
                 window = jax.lax.dynamic_slice_in_dim(given[i], start, meta.shape[0])
                 given[i] = window - window[0]
     everywhere = tuple(axis for one in chosen for axis in one.axes)
-    special = spread.special(part) if chosen else None
+    special = spread.special(part, chosen[0].cut.kind) if chosen else None
     results = list(special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind))
     for i, (name, meta) in enumerate(part.results):
         for one in chosen:

@@ -135,7 +135,9 @@ def rope_frequencies(dim: int, positions: int, base: float = 10000.0, interleave
 
 
 def rng_words(key: Any) -> Any:
-    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset). FormatError for what is no key."""
+    """A JAX key as an operation's ``rng``: uint32 (4,), the words of int64 (seed, offset), low words first; a key of two words is a seed.
+    So ``jnp.array([seed % 2**32, seed >> 32], jnp.uint32)`` draws what ``fp8kit.manual_seed(seed)`` draws first. FormatError for what is no
+    key."""
     wide = isinstance(key, jax.Array | np.ndarray)
     if not wide or not (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype.kind in "iu" and key.size)):
         raise FormatError(expected("rng", "key", shown(key), "a JAX key"))

@@ -1,5 +1,5 @@
-"""Operations of which a device's part is no call of the same operation: dropout, whose numbers know their place in the whole array, and the
-mean of cross entropy, a quotient of two sums over devices.
+"""Operations of which a device's part is no call of the same operation: dropout, whose numbers know their place in the whole array, the
+mean of cross entropy, a quotient of two sums over devices, and a cast with one current scale.
 
 Philox4x32-10 (Salmon et al., SC'11) here draws the words that the kernels draw (``backends.protocol``).
 """
@@ -14,20 +14,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8kit_jax.amaxes import AMAX, amax_of, scale_of
 from fp8kit_jax.program import Program
 
 Special = Callable[[Program, Sequence[Any], tuple[str, ...], Callable[..., Any]], list[Any]]
 _MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
 
 
-def special(program: Program) -> Special | None:
-    """How the part of a program is computed, None where it is the program itself: ``(program, arrays, axes, bind)`` gives the results, the
-    sums over devices done. ``axes``: the manual axes over which rows are cut."""
+def special(program: Program, kind: str) -> Special | None:
+    """How the part of a program is computed after a cut of a ``kind``, None where it is the program itself: ``(program, arrays, axes,
+    bind)`` gives the results, the sums over devices done. ``axes``: the manual axes over which rows are cut."""
+    if program.operation == "quantize" and kind == "tile" and not program.spec.given:
+        return _quantized
     if program.operation == "drop_path" or (program.operation == "dropout_add" and program.spec.p > 0):
         return _dropped
     if program.operation == "cross_entropy" and program.spec.reduction == "mean" and program.face == "forward":
         return _mean
     return None
+
+
+def _quantized(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:
+    """The scale by the amax of all parts, given to a cast."""
+    (x,) = arrays
+    scale = scale_of(jax.lax.pmax(amax_of(x), axes), program.spec.format.max)
+    spec, metas = replace(program.spec, given=True), (*program.metas, ("scale", AMAX))
+    return list(bind(x, scale, program=replace(program, spec=spec, metas=metas)))
 
 
 def _mean(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:

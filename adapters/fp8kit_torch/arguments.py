@@ -71,6 +71,24 @@ def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
         raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
 
 
+def brings(module: torch.nn.Module) -> bool:
+    """Whether a call of ``module`` may begin with somebody else's code, which brings its parameters, say (``fully_shard``, offloading)."""
+    return bool(module._forward_pre_hooks) or "forward" in vars(module)
+
+
+def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
+    """BackendError or FormatError for a parameter of a part of a layer on another device or of another dtype than x, where the part will
+    find it as it is now: before another part runs."""
+    if module is None or brings(module):
+        return
+    device, dtype = x.device, x.dtype if autocast_dtype(x) is None else None
+    for name, own in module._parameters.items():
+        if own is not None and own.device != device:
+            raise BackendError(expected(type(module).__name__, name, f"device {own.device}", f"device {device}, as inp"))
+        if own is not None and dtype is not None and own.dtype is not dtype:
+            raise FormatError(expected(type(module).__name__, name, own.dtype, f"{dtype}, as inp"))
+
+
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
     """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``. Fp8kitError kinds otherwise."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -83,5 +101,5 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
     return value
 
 
-__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "not_compiled", "only", "positive", "refuse", "want_alike", "want_input",
-           "want_plain"]
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "not_compiled", "only", "positive", "refuse", "want_alike",
+           "want_input", "want_like", "want_plain"]

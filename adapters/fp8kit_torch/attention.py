@@ -11,11 +11,12 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected, on_behalf_of
 from fp8kit.layers import LAYERS, PARTS, QK_NORMS, Ahead, known_options, layout_of, normed_and_turned, pair_of, projected, turning
 from fp8kit_torch.apply import rehearse, run
-from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, brings, positive, refuse, want_input, want_like
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
+from fp8kit_torch.module import Branch
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.parameters import Init
@@ -110,7 +111,7 @@ class MultiheadAttention(torch.nn.Module):
                 attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
                 is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
                 inference_params: InferenceParams | None = None,
-                rotary_pos_emb: Any = None, **options: Any) -> Any:
+                rotary_pos_emb: Any = None, *, part: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """Attend.
 
         * ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd". ``encoder_output``: likewise, with "cross" and only
@@ -121,8 +122,11 @@ class MultiheadAttention(torch.nn.Module):
         * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys, which are turned by them.
         * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the other ``options`` of ``DotProductAttention.forward``: as there.
 
-        Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``).
+        Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``). ``part``:
+        for the layer that this is a part of, see ``branch``.
         """
+        if part is not None:  # the layer that this is a part of calls, so that hooks run; it has asked for what is asked here
+            return self.branch(hidden_states, is_first_microbatch, **part)
         op = "MultiheadAttention"
         known_options(op, options)
         if not torch.compiler.is_compiling():
@@ -134,11 +138,11 @@ class MultiheadAttention(torch.nn.Module):
         ahead = self.settle(op, x, encoder_output, options, rotary_pos_emb)
         out = self.branch(x, is_first_microbatch, bias, options, ahead, checkpoint_core_attention, return_norm=self.return_layernorm_output,
                           rotary_pos_emb=rotary_pos_emb)
-        parts: list[Any] = [out["y"]]
+        parts: list[Any] = [out.y]
         if self.return_bias:
             parts.append(self.proj_bias)
         if self.return_layernorm_output:
-            parts.append(out["normed"])
+            parts.append(out.normed)
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     @property
@@ -162,6 +166,12 @@ class MultiheadAttention(torch.nn.Module):
             return Ahead(None, source, None)
         if source is not None:
             self._want_source(operation, x, source)
+        if not brings(self):
+            for child in (getattr(self, self._first), self.key_value, self.proj):
+                if child is not None:
+                    child.want_ready(x)
+            for norm in (self.q_norm, self.k_norm):
+                want_like(norm, x)
         with on_behalf_of(operation, **names):
             return self._settled(x, source, options, rotary_pos_emb)
 
@@ -195,19 +205,18 @@ class MultiheadAttention(torch.nn.Module):
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any], ahead: Ahead,
                checkpoint_core: bool = False, residual: bool = False, return_norm: bool = False,
-               rotary_pos_emb: Any = None) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``); ``bias``: proj's; ``options``: the
-        core attention's, and ``ahead`` what ``settle`` said of them and of ``rotary_pos_emb``."""
+               rotary_pos_emb: Any = None) -> Branch:
+        """y, and the residual stream and norm(x) where asked for; ``bias``: proj's; ``options``: the core attention's, and ``ahead`` what
+        ``settle`` said of them and of ``rotary_pos_emb``."""
         first, source = getattr(self, self._first), ahead.source
-        out: dict[str, Tensor] = {"residual": x}
+        asked: dict[str, Any] = {"bias": first.bias_mode}
         if self.input_layernorm:
-            out = first.branch(x, is_first_microbatch, first.bias_mode, residual, return_norm)
-            y = out["y"]
+            out: Branch = first(x, is_first_microbatch, part=asked | {"residual": residual, "return_norm": return_norm})
         else:
-            y = first.branch(x, is_first_microbatch, first.bias_mode)
-        layers: dict[str, Tensor] = {"qkv_layer" if source is None else "query_layer": y}
+            out = Branch(first(x, is_first_microbatch, part=asked), x)
+        layers: dict[str, Tensor] = {"qkv_layer" if source is None else "query_layer": out.y}
         if self.key_value is not None and source is not None:
-            layers["kv_layer"] = self.key_value.branch(source, is_first_microbatch, self.key_value.bias_mode)
+            layers["kv_layer"] = self.key_value(source, is_first_microbatch, part={"bias": self.key_value.bias_mode})
         if self._apart:
             layers = self._split(layers)
         def turn(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -219,7 +228,7 @@ class MultiheadAttention(torch.nn.Module):
         if ahead.core is not None and isinstance(self.core_attention, DotProductAttention):
             given["settled"] = ahead.core
         o = checkpoint(self.core_attention, use_reentrant=False, **given) if checkpoint_core else self.core_attention(**given)
-        return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}
+        return Branch(self.proj(o, is_first_microbatch, part={"bias": bias}), out.residual, out.normed)
 
     def _split(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Queries, keys and values, each (..., heads, d)."""

@@ -135,6 +135,12 @@ def rate(operation: str, name: str, value: Any) -> None:
     number(operation, name, value)
 
 
+def count(operation: str, name: str, value: Any) -> None:
+    """A number of steps, an int of at least 0 or a tensor of one element."""
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex() or value.layout is not torch.strided:
+        integer(operation, name, value, 0, 2**63 - 1)
+
+
 def betas(operation: str, name: str, value: Any) -> None:
     """Two numbers in [0, 1)."""
     if not isinstance(value, tuple | list) or len(value) != 2:
@@ -195,7 +201,7 @@ OPTIMISED: dict[str, Rule] = {
     **named(optional(flag), "set_grad_none"),
     **named(number, "eps weight_decay momentum dampening"),
     **named(dtype, "master_weight_dtype exp_avg_dtype exp_avg_sq_dtype"),
-    "lr": rate, "betas": betas,
+    "lr": rate, "betas": betas, "step": optional(count),
 }  # fmt: skip
 
 __all__ = ["CALLED", "CONSTRUCTED", "OPTIMISED", "Rule", "channels", "check", "device", "function", "instance", "module", "named", "one",

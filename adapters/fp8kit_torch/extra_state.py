@@ -52,6 +52,6 @@ def unpack(state: Tensor) -> dict[str, Tensor]:
             own = data[_WIDTH + length + start : _WIDTH + length + end].clone()
             found[name] = own.view(torch.float32).reshape(entry["shape"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
-        wanted = "a state that fp8kit_torch saved (fp8kit_torch.te_checkpoint reads Transformer Engine's)"
+        wanted = "a state that fp8kit_torch saved"
         raise CheckpointError(expected("_extra_state", "state", f"{len(raw)} bytes of another layout", wanted)) from None
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from fp8kit import arrays
 from fp8kit.arguments import flag
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, tensor
 from fp8kit_torch.fused_optimizer import Entry, Fused
@@ -48,6 +48,8 @@ class FusedAdam(Fused):
 
     _own = (*Fused._own, "dtypes", "adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "store_param_remainders", "_scales",
             "_step_supports_amp_scaling")
+    numbers = ("lr", "bias_correction", "betas", "eps", "weight_decay")
+    states = frozenset(("exp_avg", "exp_avg_sq", "master_param"))
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -158,8 +160,7 @@ class FusedAdam(Fused):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            taking = self.taking(group)
+        for group, taking in self.all_taking():
             if not self.capturable and group["params"]:
                 group["step"] = group.get("step", 0) + 1
             for device, entries in taking.items():
@@ -236,10 +237,22 @@ class FusedAdam(Fused):
                 saved["state"][index] = {n: self.get_unscaled_state(param, n) if n in self.dtypes else v for n, v in state.items()}
         return saved
 
+    def check_state(self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]) -> None:
+        known = self._names(param)
+        for wanted in known[:2]:  # a master may be missing: it starts at the parameter
+            if wanted not in state:
+                raise CheckpointError(expected(operation, shown_as, f"no {wanted!r}", "both moments"))
+        if name not in known:
+            raise CheckpointError(expected(operation, shown_as, "a state", f"{', '.join(known)} only, as the constructor was told"))
+        super().check_state(operation, param, name, shown_as, state)
+        if (state[name].dtype is torch.int16) != self._remainder(param, name):
+            wanted = "int16, with store_param_remainders" if self._remainder(param, name) else "floating, without store_param_remainders"
+            raise CheckpointError(expected(operation, shown_as, state[name].dtype, wanted))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with states kept in the dtypes that the constructor was told, not in the parameters'. In ``capturable`` mode
         learning rate and t are written into the tensors that a captured graph reads."""
-        self.check_state_dict(state_dict, {"exp_avg", "exp_avg_sq", "master_param"})
+        self.check_state_dict(state_dict)
         held = [(group.get("lr"), group.get("step")) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, (lr, step) in zip(self.param_groups, held, strict=True):
@@ -265,6 +278,4 @@ class FusedAdam(Fused):
                 if name not in self.dtypes:
                     self.state[param][name] = given[name]
                     continue
-                if name not in self._names(param):
-                    raise ShapeError(expected("FusedAdam.load_state_dict", "state", name, f"{', '.join(self._names(param))}"))
                 self.set_scaled_state(param, name, given[name] if given[name].dtype is torch.int16 else given[name].float())

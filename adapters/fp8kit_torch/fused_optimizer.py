@@ -22,6 +22,8 @@ class Fused(torch.optim.Optimizer):
     """Base of the fused optimisers. ``grad_name``: the parameters' attribute that holds gradients."""
 
     grad_name = "grad"
+    numbers: tuple[str, ...]  # what every group has
+    states: frozenset[str]  # names of the states that are as large as their parameter
     _own = ("grad_name", "set_grad_none")  # attributes that a copy or a pickle has beside torch's own
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool | None) -> None:
@@ -60,9 +62,9 @@ class Fused(torch.optim.Optimizer):
             if not stored.local(param.detach()).is_contiguous():
                 raise ShapeError(expected(name, "params", f"strides {param.stride()}", "contiguous parameters"))
 
-    def check_state_dict(self, state_dict: Any, states: set[str]) -> None:
-        """CheckpointError for what is no state of this optimizer with its groups, whose tensors by the names ``states`` have the shapes of
-        their parameters: before anything is taken over."""
+    def check_state_dict(self, state_dict: Any) -> None:
+        """CheckpointError for what is no state of this optimizer with its groups, whose ``states`` have the shapes of
+        their parameters, ArgumentError for a number that no group can have: before anything is taken over."""
         op = f"{type(self).__name__}.load_state_dict"
         parts = [state_dict.get(name) for name in ("state", "param_groups")] if isinstance(state_dict, Mapping) else [None, None]
         groups = parts[1] if isinstance(parts[1], list | tuple) else []
@@ -72,13 +74,28 @@ class Fused(torch.optim.Optimizer):
             got = f"groups of {held} parameters" if groups else shown(state_dict)
             raise CheckpointError(expected(op, "state_dict", got, f"state and param_groups, of groups of {wanted} parameters"))
         params = [param for group in self.param_groups for param in group["params"]]
+        for group in groups:
+            self.check_group(op, group, CheckpointError)
         for param, index in zip(params, [index for group in groups for index in group["params"]], strict=True):
             state = parts[0].get(index, {})
-            for name, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
-                right = isinstance(value, Tensor) and value.shape == param.shape
-                if not isinstance(state, Mapping) or (name in states and value is not None and not right):
-                    wanted_shape = f"a tensor of shape {tuple(param.shape)}"
-                    raise CheckpointError(expected(op, f"state[{index!r}][{name!r}]", shown(value), wanted_shape))
+            if not isinstance(state, Mapping):
+                raise CheckpointError(expected(op, f"state[{index!r}]", shown(state), "a mapping of names to states"))
+            for name in self.states & state.keys():
+                self.check_state(op, param, name, f"state[{index!r}][{name!r}]", state)
+
+    def check_group(self, operation: str, group: Mapping[str, Any], error: type[Fp8kitError] = ArgumentError) -> None:
+        """ArgumentError for a number that a group cannot have, ``error`` for one that it lacks."""
+        for name in self.numbers:
+            if name not in group:
+                raise error(expected(operation, "param_groups", f"a group without {name!r}", f"one with {', '.join(self.numbers)}"))
+        check(operation, OPTIMISED, group)
+
+    def check_state(self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]) -> None:
+        """CheckpointError for a saved state that the parameter cannot have."""
+        value = state[name]
+        right = isinstance(value, Tensor) and value.shape == param.shape and value.layout is torch.strided
+        if not right or not (value.is_floating_point() or value.dtype is torch.int16) or value.is_meta:
+            raise CheckpointError(expected(operation, shown_as, shown(value), f"numbers of shape {tuple(param.shape)}"))
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self._own}
@@ -99,6 +116,12 @@ class Fused(torch.optim.Optimizer):
                 elif grad is not None:
                     setattr(param, self.grad_name, None)
 
+    def all_taking(self) -> list[tuple[dict[str, Any], dict[torch.device, list[Entry]]]]:
+        """(group, ``taking`` of it), of all groups. Fp8kitError kinds for what any of them cannot take a step with: before one does."""
+        for group in self.param_groups:
+            self.check_group(f"{type(self).__name__}.step", group)
+        return [(group, self.taking(group)) for group in self.param_groups]
+
     def taking(self, group: Mapping[str, Any]) -> dict[torch.device, list[Entry]]:
         """(parameter, its local data, its contiguous gradient) of those that have a gradient, by device."""
         found: dict[torch.device, list[Entry]] = {}
@@ -107,6 +130,12 @@ class Fused(torch.optim.Optimizer):
             if grad is None:
                 continue
             data, g = stored.local(param.detach()), stored.local(grad.detach())
+            if not data.is_contiguous():
+                raise ShapeError(expected(type(self).__name__, "params", f"strides {data.stride()}", "contiguous parameters"))
+            for name, state in self.state[param].items() if param in self.state else ():
+                if name in self.states and state is not None and state.shape != param.shape:
+                    got = f"a parameter of shape {tuple(param.shape)}"
+                    raise ShapeError(expected(type(self).__name__, "params", got, f"{tuple(state.shape)}, as its {name}"))
             if g.is_sparse or g.dtype not in _FLOATS or g.shape != data.shape or g.device != data.device:
                 got = f"{g.layout} {g.dtype} {tuple(g.shape)} on {g.device}"
                 wanted = f"dense, floating, {tuple(data.shape)} on {data.device}"

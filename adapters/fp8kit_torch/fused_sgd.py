@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fp8kit import arrays
@@ -35,6 +36,8 @@ class FusedSGD(Fused):
     """
 
     _own = (*Fused._own, "wd_after_momentum")
+    numbers = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    states = frozenset(("momentum_buffer",))
 
     def __init__(
         self, params: Iterable[Any], lr: float | None = None, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0,
@@ -57,8 +60,8 @@ class FusedSGD(Fused):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for entries in self.taking(group).values():
+        for group, taking in self.all_taking():
+            for entries in taking.values():
                 # the kernel asks only whether a step is the first: parameters that start now are called apart from the others
                 starting = [entry for entry in entries if "momentum_buffer" not in self.state[entry[0]]]
                 running = [entry for entry in entries if "momentum_buffer" in self.state[entry[0]]]
@@ -94,9 +97,13 @@ class FusedSGD(Fused):
             if isinstance(param, QuantizedTensor):
                 param.copy_(data)
 
+    def check_state(self, operation: str, param: Tensor, name: str, shown_as: str, state: Mapping[str, Any]) -> None:
+        if state[name] is not None:  # as torch's before the first step
+            super().check_state(operation, param, name, shown_as, state)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, with momentum kept in float32, not in the parameters' dtype."""
-        self.check_state_dict(state_dict, {"momentum_buffer"})
+        self.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]

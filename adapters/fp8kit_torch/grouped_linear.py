@@ -110,6 +110,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         for i in range(self.num_gemms):
             for name in (f"weight{i}", *((f"bias{i}",) if self.use_bias and not self.return_bias else ())):
                 own = getattr(self, name)
+                if own.shape != (self.out_features, self.in_features)[: own.ndim] or own.ndim != (2 if name == f"weight{i}" else 1):
+                    wanted = (self.out_features, self.in_features)[: 2 if name == f"weight{i}" else 1]
+                    raise ShapeError(expected("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {wanted}"))
                 if own.device != x.device:
                     raise BackendError(expected("GroupedLinear", name, f"device {own.device}", f"device {x.device}, as inp"))
                 if own.dtype is not x.dtype and not cast:
@@ -145,7 +148,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return self._opened({f"weight{i}": getattr(self, f"weight{i}")})[0][f"weight{i}"]
 
     def _fused_group(self, i: int, first: bool | None, x: Tensor) -> Fused | None:
-        whole = self._fused(first, {"x": x if autocast_dtype(x) is None else x.to(autocast_dtype(x))})
+        whole = self._fused(first, autocast_dtype(x) or x.dtype)
         found = whole.parameters.get(f"weight{i}")
         return None if found is None else whole._replace(parameters={"weight0": found})
 
@@ -172,11 +175,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
-        wiring = _of(i, self.wiring(recipe, training, record, kept)) if delayed else NO_STATE
         cached, held = None, tensors["weight0"]
         if isinstance(held, QuantizedTensor):
             cached = held.inputs("GroupedLinear", "", self._fp8_of(recipe))
-        elif first is not None and state.enabled:
+        elif kept is None and (first or (delayed and self._wired is None)):  # a cache or a state is to be made: not for what is refused
+            asked = self._call_of(self._fp8_of(recipe) if state.enabled else None, False, bias, tensors, delayed and state.enabled, fused)
+            asked.rehearse(list(tensors.values()))
+        wiring = _of(i, self.wiring(recipe, training, record, kept)) if delayed else NO_STATE
+        if cached is None and first is not None and state.enabled:
             cached = self._cached_group(i, self._fp8_of(recipe), first, tensors, wiring) if kept is None else kept.weights
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, cached)

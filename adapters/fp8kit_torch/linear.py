@@ -120,15 +120,18 @@ class Linear(LinearBase):
     def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
         return amaxes_of(0, [inputs["x"]]) + amaxes_of(1, [inputs[name] for name in self.weight_inputs()])
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False, *,
+                part: Mapping[str, Any] | None = None) -> Any:
         """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and keeps it, False takes it.
 
         ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next ``Linear`` multiplies as it is;
         anything else sees its values. ``fp8_grad``: so is the gradient of ``inp``, in the backward format; a layer before this one casts
         its values for its own products. With delayed scaling their scales are the state's output and grad_input.
 
-        Returns h (..., N), with ``return_bias`` also the bias.
+        Returns h (..., N), with ``return_bias`` also the bias. ``part``: for the layer that this is a part of, see ``branch``.
         """
+        if part is not None:  # the layer that this is a part of calls, so that hooks run; it has asked for what is asked here
+            return self.branch(inp, is_first_microbatch, **part)
         x = want_input("Linear", "inp", inp, self.in_features)
         want_plain("Linear", is_first_microbatch, fp8_output, fp8_grad)
         y = self.branch(x, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)

@@ -7,7 +7,7 @@ The states are updated when the outermost autocast ends (forward) and when the b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import recompute
 from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
-from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_alike
+from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_alike, want_like
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
@@ -36,6 +36,20 @@ from fp8kit_torch.views import kind_of
 Inputs = dict[str, Tensor | None]
 Held8 = dict[str, QuantizedTensor]  # weights that are held in FP8, by their name in the operation
 _CALL_LIMIT = 256  # requests of a layer: recipes, options
+
+
+class Branch(NamedTuple):
+    """What a layer gives the one that it is a part of: ``y``, and, where asked for, ``residual`` (x, its gradient summed in backward) and
+    ``normed``, norm(x)."""
+
+    y: Tensor
+    residual: Tensor | None = None
+    normed: Tensor | None = None
+
+
+def branch_of(outputs: Mapping[str, Tensor]) -> Branch:
+    """A ``Branch`` of an operation's outputs by name."""
+    return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
 
 
 class TransformerEngineBaseModule(StatefulModule):
@@ -81,7 +95,7 @@ class TransformerEngineBaseModule(StatefulModule):
                 if asked:
                     raise not_compiled(name)
             return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
-        fused = self._fused(is_first_microbatch, tensors) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
+        fused = self._fused(is_first_microbatch, tensors["x"].dtype) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
         if off:
             return apply(self._call(None, False, bias, options, tensors, False, fused), list(tensors.values()), fused=fused)
         return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused, weights, codes,  # type: ignore[arg-type]
@@ -117,12 +131,21 @@ class TransformerEngineBaseModule(StatefulModule):
         tensors["x"] = x.dequantize()
         return None
 
-    def _fused(self, first: bool | None, tensors: Mapping[str, Tensor]) -> Fused:
-        """The weights whose gradient goes into ``main_grad``. Fp8kitError where one has none that fits."""
+    def want_ready(self, x: Tensor) -> None:
+        """Fp8kitError kinds where a pass on inputs like ``x`` would find a parameter on another device or of another dtype, or a weight
+        without the ``main_grad`` that it fills: what a layer of several modules asks of each before the first of them runs."""
+        if torch.compiler.is_compiling() or brings(self):
+            return
+        want_like(self, x)
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            self._fused(None, autocast_dtype(x) or x.dtype)
+
+    def _fused(self, first: bool | None, dtype: torch.dtype) -> Fused:
+        """The weights whose gradient goes into ``main_grad``, for inputs of ``dtype``. Fp8kitError where one has none that fits."""
         weights = {name: weight for name, weight in self.weight_inputs().items() if weight.requires_grad}
         mains = {name: getattr(weight, "main_grad", None) for name, weight in weights.items()}
         some = next((main.dtype for main in mains.values() if isinstance(main, torch.Tensor)), torch.float32)
-        if some not in (torch.float32, tensors["x"].dtype):
+        if some not in (torch.float32, dtype):
             some = torch.float32
         for name, weight in weights.items():
             main = mains[name]
@@ -140,13 +163,17 @@ class TransformerEngineBaseModule(StatefulModule):
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
-        wiring = self.wiring(recipe, training, record, kept) if delayed else NO_STATE
         cached = None
         if weights:
             cached = {}
             for prefix, weight in zip(self.gemms, weights.values(), strict=True):
                 cached |= weight.inputs(type(self).__name__, prefix, self._fp8_of(recipe))
-        elif first is not None and state.enabled:
+        elif kept is None and codes is None and (first or (delayed and self._wired is None)):
+            own = self._fp8_of(recipe) if state.enabled else None  # a cache or a state is to be made: not for what is refused
+            asked = self._call(own, False, bias, options, tensors, delayed and state.enabled, fused)
+            asked.rehearse(list(tensors.values()))
+        wiring = self.wiring(recipe, training, record, kept) if delayed else NO_STATE
+        if not weights and first is not None and state.enabled:
             cached = self._cached(self._fp8_of(recipe), first, bias, tensors, wiring) if kept is None else kept.weights
         if kept is None:
             recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None, None if weights else cached)

@@ -18,11 +18,12 @@ from torch import Tensor
 from fp8kit import arrays
 from fp8kit.arguments import flag, function, integer, number
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
 from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
 from fp8kit_torch.views import as_view
 
 Lists = Sequence[Sequence[Tensor]]
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NO_CORRECTION = 2**60  # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
 
 
@@ -66,8 +67,10 @@ _RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def _lists(operation: str, lists: Lists, counts: tuple[int, ...]) -> list[list[Tensor]]:
-    """The lists; ShapeError where there are not ``counts`` of them, or they are not alike, FormatError where they are not floating."""
+def _lists(operation: str, lists: Lists, counts: tuple[int, ...], written: int, **beside: Any) -> list[list[Tensor]]:
+    """The lists; ShapeError where there are not ``counts`` of them, or they are not alike, or where two elements of one of those that are
+    ``written`` (those from that number on) share their memory; FormatError where they are not floating; BackendError where they, and the
+    tensors ``beside`` them, do not lie on one device."""
     wanted = f"{' or '.join(map(str, counts))} lists of floating tensors"
     if not isinstance(lists, list | tuple) or not all(isinstance(one, list | tuple) for one in lists):
         raise ArgumentError(expected(operation, "tensor_lists", shown(lists), wanted))
@@ -81,6 +84,15 @@ def _lists(operation: str, lists: Lists, counts: tuple[int, ...]) -> list[list[T
     for row in zip(*found, strict=True):
         if len({t.shape for t in row}) > 1:
             raise ShapeError(expected(operation, "tensor_lists", [tuple(t.shape) for t in row], "the same shape in each list"))
+    for t in (t for one in found[written:] for t in one):
+        if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise ShapeError(expected(operation, "tensor_lists", f"strides {t.stride()}", "memory of its own for each element"))
+    places = {t.device for one in found for t in one}
+    if len(places) > 1:
+        raise BackendError(expected(operation, "tensor_lists", ", ".join(sorted(map(str, places))), "tensors on one device"))
+    for name, value in beside.items() if places else ():
+        if isinstance(value, Tensor) and value.device not in places:
+            raise BackendError(expected(operation, name, f"device {value.device}", f"device {places.pop()}, as tensor_lists"))
     return found
 
 
@@ -89,12 +101,13 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
     """out = in * scale, in float32, of lists (in, out); ``scale``: a number, or float32 (1,). ``noop_flag`` becomes 1 where an element of
     in is Inf or NaN."""
     check("multi_tensor_scale", _RULES, locals())
-    sources, results = _lists("multi_tensor_scale", tensor_lists, (2,))
-    if not sources:
-        return
+    sources, results = _lists("multi_tensor_scale", tensor_lists, (2,), 1, noop_flag=noop_flag, scale=scale)
     wide = [t if t.dtype is torch.float32 else t.float() for t in sources]
-    largest = torch.stack(torch._foreach_norm(wide, float("inf")))  # Inf or NaN where an element is one
-    noop_flag.copy_(torch.where(largest.isfinite().all().to(noop_flag.device), noop_flag, torch.ones_like(noop_flag)))
+    some = [t for t in wide if t.numel()]
+    if not some:
+        return
+    largest = torch.stack(torch._foreach_norm(some, float("inf")))  # Inf or NaN where an element is one
+    noop_flag.copy_(torch.where(largest.isfinite().all(), noop_flag, torch.ones_like(noop_flag)))
     factor = scale.reshape(()) if isinstance(scale, Tensor) else float(scale)
     torch._foreach_copy_(results, torch._foreach_mul(wide, factor))
 
@@ -106,7 +119,7 @@ multi_tensor_scale_tensor = multi_tensor_scale
 def multi_tensor_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """(sqrt of the sum of all squares, float32 (1,); that of each tensor, float32 (tensors,), or (0,) without ``per_tensor``)."""
     check("multi_tensor_l2norm", _RULES, locals())
-    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,))
+    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, (1,), 1)
     norms = torch.zeros(0, dtype=torch.float32, device=noop_flag.device)
     if tensors:
         norms = torch.stack(torch._foreach_norm([t if t.dtype is torch.float32 else t.float() for t in tensors], 2))
@@ -117,6 +130,7 @@ def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: Tensor, tensor_lists
                                 per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm`` of the tensors times ``inv_scale``, float32 (1,), which they are not multiplied by."""
     check("multi_tensor_unscale_l2norm", _RULES | {"inv_scale": _flag}, locals())
+    _lists("multi_tensor_unscale_l2norm", tensor_lists, (1,), 1, inv_scale=inv_scale)
     whole, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     factor = inv_scale.reshape(1).abs()
     return whole * factor, each * factor
@@ -129,14 +143,20 @@ def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, l
     """Adam on lists (gradients, parameters, first and second moments) and, of 16-bit parameters, their float32 masters.
 
     ``mode``: 0, weight decay is added to the gradient (L2 regularisation); 1, it is decoupled (AdamW). ``bias_correction``: 0, without it.
-    See ``FusedAdam`` for the formulas. FormatError for moments or masters that are not float32.
+    See ``FusedAdam`` for the formulas. FormatError for moments or masters that are not float32, and for gradients and parameters that are
+    not float32, bfloat16 or float16.
     """
     check("multi_tensor_adam", _RULES, locals())
-    lists = _lists("multi_tensor_adam", tensor_lists, (4, 5))
+    op = "multi_tensor_adam"
+    lists = _lists(op, tensor_lists, (4, 5), 1, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
+    for tensor in (*lists[0], *lists[1]):
+        if tensor.dtype not in _FLOATS:
+            raise FormatError(expected(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16"))
     for kept in lists[2:]:
         for tensor in kept:
             if tensor.dtype is not torch.float32:
-                raise FormatError(expected("multi_tensor_adam", "moments and masters", tensor.dtype, "float32"))
+                raise FormatError(expected(op, "moments and masters", tensor.dtype, "float32"))
+    given, lists = lists, [lists[0], *([t.contiguous() for t in one] for one in lists[1:])]  # the kernel writes rows without gaps
     grads, params, means, squares = lists[:4]
     masters = lists[4] if len(lists) == 5 else [None] * len(params)
     if not params:
@@ -157,7 +177,10 @@ def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, l
         *([as_view(t) for t in kept] for kept in (params, [g.contiguous() for g in grads], means, squares)),
         [None if m is None else as_view(m) for m in masters], rate, beta1, beta2, epsilon, [decay] * len(params), count,
         None if by is None else as_view(by), as_view(skipped), arrays.current_stream(place))
-    torch.autograd.graph.increment_version(params)
+    for tensor, rows in ((t, r) for one, made in zip(given[1:], lists[1:], strict=True) for t, r in zip(one, made, strict=True)):
+        if rows is not tensor:
+            tensor.copy_(rows)
+    torch.autograd.graph.increment_version(given[1])
 
 
 def multi_tensor_adam_capturable(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: Tensor, beta1: float, beta2: float,
@@ -179,7 +202,7 @@ def multi_tensor_sgd(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, we
     momentum b + (1 - dampening) g; w -= lr (g + momentum b with ``nesterov``, b without, + weight_decay w if ``wd_after_momentum``).
     """
     check("multi_tensor_sgd", _RULES | {"lr": number, "scale": partial(number, least=-math.inf)}, locals())
-    lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4))
+    lists = _lists("multi_tensor_sgd", tensor_lists, (3, 4), 1, noop_flag=noop_flag)
     weight_decay, momentum, dampening, lr, scale = map(float, (weight_decay, momentum, dampening, lr, scale))
     live = noop_flag.reshape(-1)[0] == 0
     for i, (grad, param, buffer) in enumerate(zip(*lists[:3], strict=True)):

@@ -14,7 +14,7 @@ from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input, wa
 from fp8kit_torch.calibration import Amaxes, amaxes_of
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.linear import LinearBase
-from fp8kit_torch.module import Inputs
+from fp8kit_torch.module import Branch, Inputs, branch_of
 from fp8kit_torch.norm import add_norm
 from fp8kit_torch.parameters import Init
 
@@ -54,21 +54,24 @@ class LayerNormLinear(LinearBase):
     def calibrate(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Amaxes:
         return amaxes_of(0, [outputs["normed"]]) + amaxes_of(1, [inputs[name] for name in self.weight_inputs()])
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False, *,
+                part: Mapping[str, Any] | None = None) -> Any:
         """``inp``: h (..., K). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``).
-        ``fp8_output``, ``fp8_grad``: see ``Linear``."""
+        ``fp8_output``, ``fp8_grad``: see ``Linear``. ``part``: for the layer that this is a part of, see ``branch``."""
+        if part is not None:  # the layer that this is a part of calls, so that hooks run; it has asked for what is asked here
+            return self.branch(inp, is_first_microbatch, **part)
         x = want_input("LayerNormLinear", "inp", inp, self.in_features)
         want_plain("LayerNormLinear", is_first_microbatch, fp8_output, fp8_grad)
         out = self.branch(x, is_first_microbatch, self.bias_mode, False, self.return_layernorm_output, fp8_output, fp8_grad)
-        parts: list[Any] = [out["y"]]
+        parts: list[Any] = [out.y]
         if self.return_bias:
             parts.append(self.bias)
         if self.return_layernorm_output:
-            parts.append(out["normed"])
+            parts.append(out.normed)
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False, return_norm: bool = False,
-               fp8_output: bool = False, fp8_grad: bool = False) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for."""
+               fp8_output: bool = False, fp8_grad: bool = False) -> Branch:
+        """y, and the residual stream and norm(x) where asked for."""
         inputs: Inputs = {"x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, **self.product_inputs(bias)}
-        return self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, residual=residual, return_norm=return_norm)
+        return branch_of(self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad, residual=residual, return_norm=return_norm))

@@ -15,7 +15,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input, want_plain
 from fp8kit_torch.calibration import Amaxes, activated, amax_of
 from fp8kit_torch.checks import CONSTRUCTED, check
-from fp8kit_torch.module import Inputs, TransformerEngineBaseModule
+from fp8kit_torch.module import Branch, Inputs, TransformerEngineBaseModule, branch_of
 from fp8kit_torch.norm import add_norm
 from fp8kit_torch.parameters import Init, normal_init
 
@@ -87,24 +87,27 @@ class LayerNormMLP(TransformerEngineBaseModule):
         found = [(slot, amax_of(tensor)) for slot, tensor in seen.items()]
         return [*found, (3, activated(outputs["normed"], inputs["fc1_weight0"], inputs.get("fc1_bias0"), self._spec_text))]
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``)."""
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, *, part: Mapping[str, Any] | None = None) -> Any:
+        """``inp``: h (..., H). Returns y, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``). ``part``:
+        for the layer that this is a part of, see ``branch``."""
+        if part is not None:  # the layer that this is a part of calls, so that hooks run; it has asked for what is asked here
+            return self.branch(inp, is_first_microbatch, **part)
         bias = "add" if self.use_bias and not self.return_bias else "none"
         x = want_input("LayerNormMLP", "inp", inp, self.hidden_size)
         want_plain("LayerNormMLP", is_first_microbatch)
         out = self.branch(x, is_first_microbatch, bias, return_norm=self.return_layernorm_output)
-        parts: list[Any] = [out["y"]]
+        parts: list[Any] = [out.y]
         if self.return_bias:
             parts.append(self.fc2_bias)
         if self.return_layernorm_output:
-            parts.append(out["normed"])
+            parts.append(out.normed)
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
-               return_norm: bool = False) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for; ``bias``: fc2's."""
+               return_norm: bool = False) -> Branch:
+        """y, and the residual stream and norm(x) where asked for; ``bias``: fc2's."""
         inputs: Inputs = {
             "x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, "fc1_weight0": self.fc1_weight,
             "fc1_bias0": self.fc1_bias, "fc2_weight0": self.fc2_weight, "fc2_bias0": None if bias == "none" else self.fc2_bias,
         }
-        return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm)
+        return branch_of(self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm))

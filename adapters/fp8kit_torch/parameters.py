@@ -61,6 +61,12 @@ class ParameterModule(torch.nn.Module):
             with torch.no_grad():
                 init(self._parameters[name])  # type: ignore[arg-type]
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+                              unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if f"{prefix}_extra_state" in unexpected_keys:  # Transformer Engine's norms and attention have one; there is nothing for it here
+            unexpected_keys.remove(f"{prefix}_extra_state")
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Start every parameter anew; those on the meta device get memory first. ``defer_init``: True does nothing."""
         checks.check(type(self).__name__, checks.CALLED, {"defer_init": defer_init})

@@ -216,14 +216,14 @@ class Call:
 
     @contextmanager
     def _in_the_users_words(self) -> Iterator[None]:
-        """Within, refusals of ``infer`` call the inputs as the user does."""
+        """Within, refusals of ``infer`` call the inputs, be they there or missing, as the user does."""
         try:
             yield
         except (ShapeError, FormatError) as error:
-            argument = str(error).split(": ", 2)[1:2]
-            if not argument or argument[0] not in self.names:
+            _, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
+            if argument not in self.names and not rest.startswith("got None"):
                 raise
-            raise renamed(error, self.operation.name, argument_of(self.operation.name, argument[0], self.names)) from None
+            raise renamed(error, self.operation.name, argument_of(self.operation.name, argument, self.names)) from None
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy. BackendError where that is not what the caller's task has in force."""

@@ -22,6 +22,7 @@ from fp8kit_torch.plans import Call
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now
 from fp8kit_torch.specs import layer_products
 from fp8kit_torch.state import FIELDS, ScalingState, moved
+from fp8kit_torch.te_extra_state import any_extra_state
 from fp8kit_torch.texts import encode
 from fp8kit_torch.views import as_view
 
@@ -128,8 +129,9 @@ class StatefulModule(ParameterModule):
         return extra_state.pack(parts)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over what ``get_extra_state`` gave. CheckpointError where it does not fit, with nothing changed."""
-        parts = extra_state.unpack(state)
+        """Take over what ``get_extra_state`` gave, or Transformer Engine's did (see ``te_extra_state``). CheckpointError where it does not
+        fit, with nothing changed."""
+        parts = any_extra_state(state, len(self.gemms))
         checked = check_saved({name: as_view(part) for name, part in parts.items()}, len(self.gemms))
         device = next(iter(self.weight_inputs().values())).device
         device = torch.device("cpu") if device.type == "meta" else device

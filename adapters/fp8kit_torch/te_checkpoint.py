@@ -1,7 +1,8 @@
 """Checkpoints of Transformer Engine and of plain torch models into this door's modules, whose parameters have the same names.
 
-A plain model's ``state_dict`` loads as it is. Transformer Engine's differs in ``_extra_state``, a pickle, which is read here without being
-run (``te_extra_state``) and becomes this door's own bytes: scales and amax histories keep their values and their slots.
+A plain model's ``state_dict`` loads as it is. Transformer Engine's differs in ``_extra_state``, a pickle, which is read without being run
+(``te_extra_state``) and becomes this door's own bytes: scales and amax histories keep their values and their slots. A module's own
+``load_state_dict`` reads it too; what is here says by name, before anything is loaded, what cannot be.
 """
 
 from __future__ import annotations
@@ -9,37 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import CheckpointError
-from fp8kit_torch import extra_state
 from fp8kit_torch.module import TransformerEngineBaseModule
-from fp8kit_torch.te_extra_state import read_extra_state
+from fp8kit_torch.te_extra_state import convert_extra_state
 
 _SUFFIX = "_extra_state"
-_DIRECTIONS = {"fwd": 3, "bwd": 2}  # slots a GEMM
-
-
-def convert_extra_state(value: Any, gemms: int) -> Tensor:
-    """A Transformer Engine module's ``_extra_state`` as this door's: uint8 (n,), (0,) where it holds no delayed scaling.
-
-    ``gemms``: GEMMs of the module that it is for. CheckpointError where it does not fit, or is no extra state.
-    """
-    state = read_extra_state(value)
-    parts: dict[str, Tensor] = {}
-    for direction, slots in _DIRECTIONS.items():
-        scale, history = ((state or {}).get(f"{name}_{direction}") for name in ("scale", "amax_history"))
-        if scale is None or history is None:
-            return extra_state.pack({})
-        if scale.shape != (slots * gemms,) or history.ndim != 2 or history.shape[1] != slots * gemms or history.shape[0] < 1:
-            got = f"scale_{direction} {tuple(scale.shape)}, amax_history_{direction} {tuple(history.shape)}"
-            raise CheckpointError(f"_extra_state: got {got}, expected {slots * gemms} slots: {slots} for each of {gemms} GEMMs")
-        if not (torch.isfinite(scale) & (scale > 0)).all():
-            raise CheckpointError(f"_extra_state: scale_{direction} holds {scale.tolist()}, expected positive numbers")
-        parts |= {f"scaling_{direction}.scale": scale, f"scaling_{direction}.scale_inv": 1 / scale,
-                  f"scaling_{direction}.amax_history": history}
-    return extra_state.pack(parts)
 
 
 def from_transformer_engine(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

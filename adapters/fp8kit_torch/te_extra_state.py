@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import CheckpointError
+from fp8kit_torch import extra_state
 
+_DIRECTIONS = {"fwd": 3, "bwd": 2}  # slots a GEMM
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
@@ -185,3 +187,35 @@ def _read(data: bytes) -> Any:
         raise
     except Exception as error:  # a damaged file raises anything
         raise CheckpointError(f"_extra_state: the pickle cannot be read ({type(error).__name__}: {error})") from error
+
+
+def convert_extra_state(value: Any, gemms: int) -> Tensor:
+    """A Transformer Engine module's ``_extra_state`` as this door's: uint8 (n,), (0,) where it holds no delayed scaling.
+
+    ``gemms``: GEMMs of the module that it is for. CheckpointError where it does not fit, or is no extra state.
+    """
+    state = read_extra_state(value)
+    parts: dict[str, Tensor] = {}
+    for direction, slots in _DIRECTIONS.items():
+        scale, history = ((state or {}).get(f"{name}_{direction}") for name in ("scale", "amax_history"))
+        if scale is None or history is None:
+            return extra_state.pack({})
+        if scale.shape != (slots * gemms,) or history.ndim != 2 or history.shape[1] != slots * gemms or history.shape[0] < 1:
+            got = f"scale_{direction} {tuple(scale.shape)}, amax_history_{direction} {tuple(history.shape)}"
+            raise CheckpointError(f"_extra_state: got {got}, expected {slots * gemms} slots: {slots} for each of {gemms} GEMMs")
+        if not (torch.isfinite(scale) & (scale > 0)).all():
+            raise CheckpointError(f"_extra_state: scale_{direction} holds {scale.tolist()}, expected positive numbers")
+        parts |= {f"scaling_{direction}.scale": scale, f"scaling_{direction}.scale_inv": 1 / scale,
+                  f"scaling_{direction}.amax_history": history}
+    return extra_state.pack(parts)
+
+
+def any_extra_state(value: Any, gemms: int) -> dict[str, Tensor]:
+    """The parts of an ``_extra_state``, this door's own or Transformer Engine's. CheckpointError for what is neither."""
+    try:
+        return extra_state.unpack(value)
+    except CheckpointError as own:
+        try:
+            return extra_state.unpack(convert_extra_state(value, gemms))
+        except CheckpointError as other:
+            raise CheckpointError(f"{own}; as Transformer Engine's: {other}") from None

@@ -12,12 +12,14 @@ from fp8kit.errors import ArgumentError, expected, on_behalf_of
 from fp8kit.layers import known_options, sequence_starts
 from fp8kit.ops.values import check_sequences
 from fp8kit_torch.apply import rehearse, run
-from fp8kit_torch.arguments import CONSTRUCTOR, positive, refuse, want_input
+from fp8kit_torch.arguments import CONSTRUCTOR, brings, positive, refuse, want_input, want_like
 from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
+from fp8kit_torch.linear import Linear
+from fp8kit_torch.module import Branch
 from fp8kit_torch.norm import LayerNorm, RMSNorm
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.parameters import Init
@@ -152,6 +154,9 @@ class TransformerLayer(torch.nn.Module):
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
         ahead = attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
+        if not torch.compiler.is_compiling():
+            mlp.want_ready(x)
+            want_like(self.layernorm, x)
         paths = own if ahead.core is None else ahead.core.beside, inference_params
         if self.training and self.drop_path_rate and self.attn_input_format == "thd" and not torch.compiler.is_compiling():
             self._want_starts(x, sequence_starts(*paths))
@@ -161,26 +166,37 @@ class TransformerLayer(torch.nn.Module):
             across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
                        "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
             beyond = self.inter_attention.settle(op, x, encoder_output, across, None, _ACROSS)
+        core: dict[str, Any] = {"options": own, "ahead": ahead, "checkpoint_core": checkpoint_core_attention,
+                                "rotary_pos_emb": rotary_pos_emb}
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
-            out = attention.branch(x, first, bias, own, ahead, checkpoint_core_attention, residual=True,
-                                   rotary_pos_emb=rotary_pos_emb)
-            beside = mlp.branch(out["residual"], first, bias, residual=True)
-            both = run("add", spec_for("AddSpec"), {"a": out["y"], "b": beside["y"]})["y"]
-            return self._join(both, None, beside["residual"], paths)
+            out: Branch = attention(x, is_first_microbatch=first, part={"bias": bias, "residual": True, **core})
+            beside: Branch = mlp(out.residual, first, part={"bias": bias, "residual": True})
+            both = run("add", spec_for("AddSpec"), {"a": out.y, "b": beside.y})["y"]
+            return self._join(both, None, beside.residual, paths)
 
         post = self.apply_residual_connection_post_layernorm
-        bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
+        late = self._late_bias(attention, attention.proj)
         stream, ask = _STREAMS[post and attention.input_layernorm]
-        out = attention.branch(x, first, bias, own, ahead, checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb, **ask)
-        a = self._join(out["y"], attention.proj_bias, out[stream], paths)
+        out = attention(x, is_first_microbatch=first, part={"bias": late, **core, **ask})
+        a = self._join(out.y, attention.proj_bias if late == "deferred" else None, getattr(out, stream), paths)
         stream, ask = _STREAMS[post]
         if self.inter_attention is not None:
-            out = self.inter_attention.branch(a, first, bias, across, beyond, checkpoint_core_attention, **ask)
-            a = self._join(out["y"], self.inter_attention.proj_bias, out[stream])
-        out = mlp.branch(a, first, bias, **ask)
-        y = self._join(out["y"], mlp.fc2_bias, out[stream], paths)
+            core = {"options": across, "ahead": beyond, "checkpoint_core": checkpoint_core_attention}
+            late = self._late_bias(self.inter_attention, self.inter_attention.proj)
+            out = self.inter_attention(a, is_first_microbatch=first, part={"bias": late, **core, **ask})
+            a = self._join(out.y, self.inter_attention.proj_bias if late == "deferred" else None, getattr(out, stream))
+        late = self._late_bias(mlp, mlp)
+        out = mlp(a, first, part={"bias": late, **ask})
+        y = self._join(out.y, mlp.fc2_bias if late == "deferred" else None, getattr(out, stream), paths)
         return y if self.layernorm is None else self.layernorm(y)
+
+    def _late_bias(self, branch: MultiheadAttention | LayerNormMLP, last: Linear | LayerNormMLP) -> str:
+        """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its gradient), but not where the
+        parameter may be there within the branch's call only."""
+        if not last.use_bias:
+            return "none"
+        return "add" if brings(branch) or brings(last) else "deferred"
 
     def _want_starts(self, x: Tensor, starts: Tensor | None) -> None:
         """Fp8kitError for sequences that ``drop_path`` would refuse."""
@@ -190,7 +206,7 @@ class TransformerLayer(torch.nn.Module):
             if starts is not None and type(starts) is Tensor and starts.device.type == "cpu":
                 check_sequences("drop_path", {"starts": as_view(starts)}, "starts", x.shape[0])
 
-    def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: tuple[Mapping[str, Any], Any] | None = None) -> Tensor:
+    def _join(self, branch: Tensor, bias: Tensor | None, residual: Any, paths: tuple[Mapping[str, Any], Any] | None = None) -> Tensor:
         """residual + dropout(branch + bias), samples dropped where ``paths`` are given: what ``sequence_starts`` is asked."""
         p = self.hidden_dropout if self.training else 0.0
         rate = self.drop_path_rate if self.training and paths is not None else 0.0

@@ -218,10 +218,12 @@ def apply(
 
 def rehearse(operation: Operation, spec: Any, inputs: Mapping[str, Tensor | ArrayView | None], owner: object = None,
              needs: tuple[str, ...] = (), implied: Mapping[str, ArrayView] = _NOTHING) -> None:
-    """Refuse what ``apply`` would refuse of these inputs, and run nothing: what a layer asks before its first operation about those that
-    follow. Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``: names of those whose
-    gradient will be wanted, where that matters; ``implied``: further inputs that always are as ``spec`` wants them. What was found right is
-    remembered by shapes, dtypes and devices. Raises ShapeError, FormatError and BackendError, as ``apply`` does.
+    """Raise the ShapeError, FormatError or BackendError that ``apply`` would raise for these inputs' shapes, dtypes and devices, and run
+    nothing: what a layer asks before its first operation about those that follow.
+
+    Views that stand for arrays which are not there yet, with pointer 0, may be among ``inputs``; ``needs``: names of those whose gradient
+    will be wanted, where that matters; ``implied``: further inputs that always are as ``spec`` wants them. What was found right is
+    remembered.
     """
     views: dict[str, ArrayView] = {}
     for name, value in inputs.items():
@@ -251,11 +253,11 @@ def _passed(value: Tensor | ArrayView | None, view: ArrayView | None) -> Tensor:
 
 
 def _renamed(error: ShapeError | FormatError, operation: str, inputs: Mapping[str, Any], owner: object) -> ShapeError | FormatError:
-    """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input."""
+    """A refusal of ``infer``, ``operation: input: ...``, with the user's name of the input, be it there or missing."""
     start, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
-    if start != operation or argument not in inputs:
+    if start != operation or (argument not in inputs and not rest.startswith("got None")):
         return error
-    return type(error)(f"{operation}: {name_in(owner, argument, inputs[argument])}: {rest}")
+    return type(error)(f"{operation}: {name_in(owner, argument, inputs.get(argument))}: {rest}")
 
 
 def _tell(unrecorded: tape.Probe, name: str, inputs: Mapping[str, Any], owner: object) -> None:

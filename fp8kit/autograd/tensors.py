@@ -320,7 +320,7 @@ def name_in(owner: object, name: str, value: Any) -> str:
     """The user's name of an operation's input: the owner's attribute that holds it, or the argument that its ``argument_names`` say."""
     if owner is None:
         return name
-    own = next((attribute for attribute, held in vars(owner).items() if held is value), None)
+    own = next((attribute for attribute, held in vars(owner).items() if value is not None and held is value), None)
     names: Mapping[str, str] = getattr(owner, "argument_names", {})
     return own if own is not None else names.get(name, name)
 

@@ -193,7 +193,7 @@ class Optimizer:
         for group in self.param_groups:
             hyper = self.flat(group)
             lr = hyper[0] if isinstance(hyper[0], float) else self._one("lr", hyper[0])
-            taking += [(param, self._gradient(param), lr, hyper[1:]) for param in group["params"] if param.grad is not None]
+            taking += [(param, self.gradient(param), lr, hyper[1:]) for param in group["params"] if param.grad is not None]
         counters = self._counters([param for param, *_ in taking])
         batches: dict[tuple[Any, ...], Batch] = {}
         for param, grad, lr, hyper in taking:
@@ -261,8 +261,8 @@ class Optimizer:
             found.append(counter)
         return found
 
-    def _gradient(self, param: Tensor) -> ArrayView:
-        """The parameter's gradient; any array may have been set."""
+    def gradient(self, param: Tensor) -> ArrayView:
+        """The gradient of a parameter, of its shape and dtype, C-contiguous. ShapeError, FormatError where another array has been set."""
         grad = arrays.contiguous(arrays.as_view(param.grad, type(self).__name__, "grad"))
         if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
             got, wanted = (f"{a.dtype.name} {a.shape} on {a.device}" for a in (grad, param))

@@ -108,14 +108,17 @@ class GradScaler:
         known = self._found.get(optimizer)
         if known is not None and not unscale:
             return known
-        grads = [arrays.contiguous(arrays.as_view(p.grad)) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        for group in optimizer.param_groups:  # what the step would refuse, before anything is noted of it
+            optimizer.flat(group)
+        grads = [optimizer.gradient(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         if not grads:
             return None
         device = grads[0].device
         state = self._state(device)
-        found = self._found[optimizer] = arrays.zeros((1,), float32, device)
+        found = arrays.zeros((1,), float32, device)
         kernels, stream = dispatch.kernels(device), arrays.current_stream(device)
         kernels.scale_(grads, state["inv_scale"] if unscale else None, found, stream)
+        self._found[optimizer] = found
         kernels.amax(found.reshape(1, 1), state["found_inf"], (1, 1), stream)
         return found
 

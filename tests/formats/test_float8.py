@@ -225,6 +225,8 @@ def test_slices_keep_their_scales():
         (FormatError, "matmul: other: .*quantize the other one first", lambda: quantize(_x(4, 4)) @ _x(4, 4)),
         (FormatError, "matmul: self: .*quantize the other one first", lambda: _x(4, 4) @ quantize(_x(4, 4))),
         (TypeError, "unsupported operand", lambda: quantize(_x(4, 4)) @ 3),
+        (FormatError, r"__array__: self: .*dequantize\(\) for its values", lambda: np.asarray(quantize(_x(4, 4)))),
+        (FormatError, "data for its codes", lambda: np.testing.assert_array_equal(quantize(_x(4, 4)), _x(4, 4))),
         (FormatError, "quantize: x: got None", lambda: quantize(None)),
         (FormatError, "quantize: x: got str 'abc'", lambda: quantize("abc")),
         (FormatError, "quantize: x: got dtype.'complex64'", lambda: quantize(_x(2, 2).astype(np.complex64))),

@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
-from fp8kit import formats
+from fp8kit import codec, formats
 from fp8kit.errors import RecipeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 
@@ -62,6 +62,7 @@ def test_every_accepted_field_has_its_effect():
         (lambda: DelayedScaling(0, margin=1), ["margin", "by position and by name"]),
         (lambda: MMParams(True, False), ["MMParams", "at most 1"]),
         (lambda: DelayedScaling(margin=-1), ["margin", "-1"]),
+        (lambda: DelayedScaling(margin=19), ["margin", "19", "0 to 18"]),
         (lambda: DelayedScaling(margin=True), ["margin", "True"]),
         (lambda: DelayedScaling(margin=0.5), ["margin", "0.5"]),
         (lambda: DelayedScaling(amax_history_len=0), ["amax_history_len", "0"]),
@@ -81,6 +82,7 @@ def test_every_accepted_field_has_its_effect():
         (lambda: QParams(fp4_2d_quantization=True), ["fp4_2d_quantization", "yet"]),
         (lambda: QParams(amax_epsilon=-1.0), ["amax_epsilon", "-1.0"]),
         (lambda: QParams(amax_epsilon=float("nan")), ["amax_epsilon", "nan"]),
+        (lambda: QParams(amax_epsilon=1e39), ["amax_epsilon", "1e+39"]),
         (lambda: QParams(power_2_scale=1), ["power_2_scale"]),
         (lambda: Float8CurrentScaling(fp8_quant_fwd_inp=True), ["fp8_quant_fwd_inp", "QParams"]),
         (lambda: Float8CurrentScaling(fp8_gemm_dgrad=True), ["fp8_gemm_dgrad", "MMParams"]),
@@ -156,6 +158,12 @@ def test_predicates_are_class_methods():
     assert DelayedScaling.float8_per_tensor_scaling()
     for recipe in (DelayedScaling, Float8CurrentScaling, Recipe):
         assert [recipe.nvfp4(), recipe.mxfp8(), recipe.float8_block_scaling(), recipe.custom()] == [False] * 4
+
+
+def test_the_largest_margin_is_the_last_that_leaves_a_value():
+    codes = codec.encode(np.float32([448 * 2.0**-18, 448 * 2.0**-19]), formats.E4M3)
+    assert DelayedScaling(margin=18).margin == 18
+    np.testing.assert_array_equal(codes, [1, 0])
 
 
 def test_callables_and_short_names():

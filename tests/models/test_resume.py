@@ -77,7 +77,7 @@ def test_a_killed_command_continues_with_the_same_bits(tmp_path):
     options = ["train", "--preset", "tiny", "--steps", "20", "--device", "cpu", "--save-every", "1", "--out"]
     assert cli.main([*options, str(tmp_path / "whole")]) == 0
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "fp8kit", *options, str(tmp_path / "killed")]
+    command = [sys.executable, "-m", "fp8kit", *options, str(tmp_path / "killed"), "--resume"]  # there is nothing yet: from the start
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     saved, deadline = tmp_path / "killed/training.safetensors", time.monotonic() + 60
     while not saved.exists() and time.monotonic() < deadline:

@@ -347,3 +347,13 @@ def test_an_offset_of_minus_infinity_and_a_row_that_sees_nothing(device):
     assert found[0][0] == 0
     assert found[1][0] != 0
     np.testing.assert_array_equal(found[0][1:], found[1][1:])
+
+
+@pytest.mark.parametrize(("options", "argument"), [({"attn_mask_type": "arbitrary"}, "attention_mask"),
+                                                   ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias")])
+def test_what_is_missing_has_the_users_name(options, argument):
+    x = np.zeros((5, 2, 4, 8), np.float32)
+    with pytest.raises(fk.ShapeError, match=f"attention: {argument}: got None, expected"):
+        nn.DotProductAttention(4, 8, device="cpu")(x, x, x, **options)
+    with pytest.raises(fk.ShapeError, match=f"MultiheadAttention: {argument}: got None, expected"):
+        nn.MultiheadAttention(32, 4, device="cpu")(x.reshape(5, 2, 32), **options)

@@ -106,6 +106,36 @@ def test_callables_get_and_give_what_they_should(device):
         update(wrong, [state_with([[4, 0], [1, 9]], [1, 2], device)], 448.0)
 
 
+@pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, 1e-39])
+def test_a_callable_cannot_spoil_a_scale(bad, device):
+    recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, bad))
+    history, scale = np.float32([[4, 2], [1, 0]]), np.float32([1, 2])
+    state = state_with(history, scale, device)
+    with pytest.raises(RecipeError, match=r"scaling_factor_compute_algo: got .* for the amax 4.0, expected a positive scale"):
+        update(recipe, [state], 448.0)
+    np.testing.assert_array_equal(host(state.scale), scale)
+    np.testing.assert_array_equal(host(state.amax_history), history)
+    update(recipe, [state_with([[0, 0], [1, 0]], scale, device)], 448.0)  # nothing was used: nobody asks what the scale would be
+
+
+def test_a_callables_scales_where_amax_says_nothing(device):
+    """A plain quotient survives Inf, NaN and the smallest amax: the built-in rule's scales."""
+    def quotient(amax, scale, fp8_max, recipe):
+        with np.errstate(divide="ignore", over="ignore"):
+            return np.float32(fp8_max) / amax
+
+    column = np.float32([np.inf, np.nan, np.finfo(np.float32).smallest_subnormal, 7])
+    history = np.stack([column, np.zeros_like(column)])
+    results = []
+    for algo in (quotient, None):
+        state = state_with(history, np.float32([3, 5, 7, 9]), device)
+        update(DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", scaling_factor_compute_algo=algo), [state], 448.0)
+        results.append([host(array) for array in (state.scale, state.scale_inv, state.amax_history)])
+    np.testing.assert_array_equal(results[0][0], np.float32([3, 5, FLT_MAX, 64]))
+    for mine, built_in in zip(*results, strict=True):
+        np.testing.assert_array_equal(mine, built_in)
+
+
 def test_linear_over_steps_records_and_scales(device):
     """Row 0, the rolled history and the scales of five steps, forward and backward, from the data alone."""
     recipe = DelayedScaling(amax_history_len=3)

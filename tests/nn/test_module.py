@@ -284,7 +284,22 @@ def test_unsavable_things_are_named(tmp_path):
         serialization.save(tmp_path / "m", {"x": np.zeros(2)}, {"n": 3})
     with pytest.raises(CheckpointError, match="mapping"):
         nn.Linear(2, 2, device="cpu").load_state_dict([1])
+    for name in (1, b"x", "__metadata__", "\ud800"):
+        with pytest.raises(CheckpointError, match=r"save: name: got .*, expected a string of characters, other than __metadata__"):
+            serialization.save(tmp_path / "m", {name: np.zeros(2), "1": np.ones(2)})
+    with pytest.raises(CheckpointError, match=r"save: metadata\['n'\]"):
+        serialization.save(tmp_path / "m", {"x": np.zeros(2)}, {"n": "\udfff"})
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(CheckpointError, match=r"save: path: got .*pipe', expected a file, old or new"):
+            serialization.save(tmp_path / name, {"x": np.zeros(2)})
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
 def test_mistakes_of_a_first_hour_are_named() -> None:

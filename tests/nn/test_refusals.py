@@ -160,3 +160,32 @@ def test_an_unknown_option_is_none(device):
             module(placed(X, device), colour="red")
         assert state_of(module) == before
         assert isinstance(module(placed(X, device)), Tensor)
+
+
+@pytest.mark.parametrize("kind", [fk.optim.AdamW, fk.optim.SGD])
+def test_a_step_that_refuses_a_gradient_is_none(device, kind):
+    """With a scaler too, whose factor and count stay; afterwards steps go on as if nothing had been."""
+    params = [[tensor(np.linspace(-1, 1, n, dtype=np.float32), requires_grad=True, device=device) for n in (3, 4, 5)] for _ in range(2)]
+    optimizers, scalers = [kind(own, lr=0.1) for own in params], [fk.optim.GradScaler(init_scale=4.0, growth_interval=2) for _ in range(2)]
+
+    def state(at):
+        arrays_of = [p.view for p in params[at]] + list(optimizers[at].state_dict().values()) + list(scalers[at].state_dict().values())
+        return [bits(view) for view in arrays_of]
+
+    for _ in range(4):
+        for own in params:
+            for param in own:
+                param.grad = tensor(np.full(param.shape, 2, np.float32), device=device)
+        before, good = state(0), params[0][2].grad
+        for wrong in (np.ones(6, np.float32), np.full(5, np.inf, np.float16)):
+            params[0][2].grad = tensor(wrong, device=device)
+            for wanted in (optimizers[0].step, lambda: scalers[0].step(optimizers[0]), lambda: scalers[0].unscale_(optimizers[0])):
+                with pytest.raises(Fp8kitError):
+                    wanted()
+                scalers[0].update()
+                assert state(0) == before
+        params[0][2].grad = good
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        assert state(0) == state(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,17 @@ import numpy as np
 import pytest
 
 from fp8kit.errors import ArgumentError, Fp8kitError
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 
 X, W = jnp.ones((3, 4)), jnp.ones((4, 4))
 Q = np.ones((5, 2, 4), np.float32)
+
+
+def slots(**changed):
+    """A set with fresh slots, some fields replaced."""
+    return dataclasses.replace(fj.create_set(DelayedScaling(amax_history_len=2)), **changed)
+
+
 REFUSED = {
     "dense: kernel: got None": lambda: fj.dense(X, None),
     "dense: x: got 'a'": lambda: fj.dense("a", W),
@@ -34,6 +44,19 @@ REFUSED = {
     "dequantize: q: got 3": lambda: fj.dequantize(3),
     "gemm: b: got None": lambda: fj.gemm(fj.quantize(X), None),
     "create_set: recipe: got 3": lambda: fj.create_set(3),
+    "create_set: recipe: got a recipe with callables": lambda: fj.create_set(DelayedScaling(amax_compute_algo=lambda history: history[0])),
+    "dense: recipe: got reduce_amax=False": lambda: fj.dense(X, W, quantizer_set=slots(recipe=DelayedScaling(reduce_amax=False))),
+    "dense: recipe: got 3": lambda: fj.dense(X, W, quantizer_set=fj.QuantizerSet(recipe=3)),
+    "dense: quantizer_set.x: got (": lambda: fj.dense(X, W, quantizer_set=slots(x=(1, 2))),
+    "dense: quantizer_set.grad.amax_history: got float32 (0,)": lambda: fj.dense(
+        X, W, quantizer_set=slots(grad=fj.Slot(jnp.ones(1), jnp.zeros(0)))),
+    "dense: quantizer_set.kernel.scale: got bfloat16 (1,)": lambda: fj.dense(
+        X, W, quantizer_set=slots(kernel=fj.Slot(jnp.ones(1, jnp.bfloat16), jnp.zeros(2)))),
+    "linear: quantizer_set: got slots": lambda: jax.grad(
+        lambda s: fj.dense(X, W, quantizer_set=s).sum())(slots(recipe=Float8CurrentScaling())),
+    "norm: x: got shape (b, 4), expected sizes that are known": lambda: jax.export.export(
+        jax.jit(lambda x: fj.rmsnorm(x, jnp.ones(4))))(jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 4), jnp.float32)),
+    "gemm: dtype: got int32": lambda: fj.gemm(fj.quantize(X), fj.quantize(X), jnp.int32),
     "fused_cross_entropy: targets: got 7 among": lambda: fj.fused_cross_entropy(X, jnp.array([0, 7, 1])),
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.testing import assert_same_bits
 
 
@@ -268,3 +268,31 @@ def test_refusals_name_operation_and_argument():
         fj.softmax(x, jnp.zeros(3, bool))
     with pytest.raises(Fp8kitError, match=r"quantize: no gradient rule for its input 'x'"):
         jax.grad(lambda x: fj.quantize(x).scale_inv.sum())(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_straight_through_and_side_results(wrap):
+    """A rounding that no gradient passes may stand in a loss that is differentiated; its result may be a side result."""
+    x = draw(0, 3, 20)
+
+    def loss(x):
+        q = fj.quantize(x)
+        return (x + jax.lax.stop_gradient(q.dequantize() - x)).sum(), q
+
+    grad, q = jax.jit(jax.grad(wrap(loss), has_aux=True))(x)
+    np.testing.assert_array_equal(np.asarray(grad), 1.0)
+    with pytest.raises(AutogradError, match="dequantize: no gradient rule"):
+        jax.grad(wrap(lambda x: fj.quantize(x).dequantize().sum()))(x)
+    assert_same_bits("scale", np.asarray(q.scale_inv), np.asarray(fj.quantize(x).scale_inv))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x128", "block_128x128", "mx_1x32"])
+def test_nothing_is_quantised_to_nothing(scaling):
+    for shape in ((0, 32), (3, 0), (2, 0, 32)):
+        q = fj.quantize(jnp.zeros(shape), scaling=scaling)
+        assert q.data.shape == fj.dequantize(q, jnp.bfloat16).shape == shape
+    if not scaling.startswith(("mx", "block_128")):
+        empty, other = (fj.quantize(jnp.ones(shape), scaling=scaling) for shape in ((0, 32), (5, 32)))
+        assert fj.gemm(empty, other).shape == (0, 5)
+        none = fj.quantize(jnp.ones((3, 0)), scaling=scaling), fj.quantize(jnp.ones((5, 0)), scaling=scaling)
+        np.testing.assert_array_equal(np.asarray(fj.gemm(*none)), np.zeros((3, 5)))

@@ -6,6 +6,7 @@ import contextlib
 
 import fp8kit_jax as fj
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -124,6 +125,23 @@ def test_layernorm_mlp(recipe, kind):
                                 kernel_layout="oi")
 
     steps(module, function, params, RECIPES[recipe], K, "float32", 2)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_attention_and_its_seed(rate):
+    """A key's words are the seed, low word first, and, of a key of four words, the offset: what the native door draws first is offset 0."""
+    seed, layers = (3 << 32) | 7, [draw(i, (2, 16, 4, 8), "float32") for i in range(3)]
+    module, g = nn.DotProductAttention(4, 8, attention_dropout=rate, qkv_format="bshd", device="cpu"), draw(3, (2, 16, 4, 8), "float32")
+    fk.manual_seed(seed)
+    for offset in range(2):
+        own = [tensor(a, requires_grad=True) for a in layers]
+        y = module(*own)
+        y.backward(g.reshape(y.shape))
+        key = jnp.array([seed % 2**32, seed >> 32, *([offset, 0] if offset else [])], jnp.uint32)
+        found, pull = jax.vjp(lambda *a, key=key: fj.dot_product_attention(*a, dropout_rate=rate, dropout_key=key), *layers)
+        assert_same_bits(f"offset {offset}: y", np.asarray(found).reshape(y.shape), y.numpy())
+        for name, a, b in zip("qkv", pull(jnp.asarray(g)), own, strict=True):
+            assert_same_bits(f"offset {offset}: d{name}", np.asarray(a), b.grad.numpy())
 
 
 @pytest.mark.gpu

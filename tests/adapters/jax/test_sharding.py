@@ -16,7 +16,7 @@ import pytest
 from fp8kit_jax import spread
 from fp8kit_jax.cuts import cuts
 from fp8kit_jax.program import Program
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit import formats
@@ -206,3 +206,27 @@ def test_operands_that_come_in_fp8_are_not_cut():
                     spec = NormLinearSpec(NormSpec(128, "RMSNorm"), spec.product)
                 program = Program("forward", operation, spec, (("x", x), ("weight0", weight)), ())
                 assert bool(cuts(program)) is not flag
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block_1x128", "mx_1x32"])
+def test_casts(scaling, kind):
+    """Rows over devices: the codes and scales of one device, one scale for all from the amax of all."""
+    devices = jax.make_mesh((8,), ("data",), (kind,), devices=jax.devices("cpu")[:8])
+    x = draw(0, 16, 3, 256) * jnp.exp2(jnp.arange(16.0))[:, None, None]
+
+    def there_and_back(x):
+        q = fj.quantize(x, scaling=scaling)
+        return q.data.view(jnp.uint8), q.scale_inv, q.dequantize()
+
+    split = jax.device_put(x, NamedSharding(devices, P("data")))
+    compiled = jax.jit(there_and_back).lower(split).compile()
+    assert not [move for move in MOVES if f" {move}(" in compiled.as_text()]
+    for got, want in zip(compiled(split), there_and_back(x), strict=True):
+        assert_same_bits(scaling, np.asarray(got), np.asarray(want))
+    if scaling in ("tensor", "row"):  # a device has a single row: one scale for all, or one each
+        x = x[:8, 0]
+        local = jax.shard_map(lambda x: fj.quantize(x, scaling=scaling).scale_inv, mesh=devices, in_specs=P("data"), out_specs=P("data"))
+        want = fj.quantize(x, scaling=scaling).scale_inv
+        got = jax.jit(local)(jax.device_put(x, NamedSharding(devices, P("data"))))
+        assert_same_bits("shard_map", np.asarray(got), np.tile(np.asarray(want), 8) if scaling == "tensor" else np.asarray(want))

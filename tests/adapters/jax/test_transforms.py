@@ -280,6 +280,36 @@ def test_shard_map_is_one_device(recipe, check):
         near(got, want)
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["one axis", "both axes"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shard_map_over_two_axes(recipe, split):
+    """Of a mesh with two axes a program may use one: what is the same along the other is shared by nobody, and so is the state."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "tensor"))
+    x, w, sets = draw(0, 64, K) * jnp.exp2(jnp.arange(64.0) // 16)[:, None], draw(1, K, 64), quantizers(RECIPES[recipe])
+
+    def loss(w, sets, x):
+        return (fj.dense(x, w, quantizer_set=sets) ** 2).sum()
+
+    axes, specs = (("data", "tensor"), P(None, "tensor")) if split else (("data",), P())
+    sharded = jax.shard_map(lambda *a: jax.lax.psum(loss(*a), axes), mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P())
+    got, (dw, new) = jax.jit(jax.value_and_grad(sharded, (0, 1)))(w, sets, x)
+    want, (want_dw, want_new) = jax.jit(jax.value_and_grad(loss, (0, 1)))(w, sets, x)
+    same("state", new, want_new)
+    near(got, want)
+    near(dw, want_dw)
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["vma", "no_vma"])
+def test_shard_map_outside_of_jit(check):
+    """Under the policy that is in force when it is called."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    x, gamma = draw(0, 16, K), draw(1, K)
+    sharded = jax.shard_map(lambda x: fj.rmsnorm(x, gamma), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check)
+    for policy in (contextlib.nullcontext(), fk.deterministic()):
+        with policy:
+            same("y", [sharded(x)], [fj.rmsnorm(x, gamma)])
+
+
 @pytest.mark.parametrize("manual", [False, True], ids=["jit", "shard_map"])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
 def test_an_mlp_over_devices_is_one_device(recipe, manual):

@@ -13,7 +13,7 @@ from fp8kit.errors import RecipeError
 from tests.house.source import ROOT
 
 WORLD = 2
-CASES = ["ddp", "single", "ddp_recompute", "groups", "sharded", "held_in_fp8"]
+CASES = ["ddp", "single", "ddp_recompute", "groups", "sharded", "sharded_parts", "held_in_fp8"]
 
 
 def work(tmp_path, place):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from fp8kit_torch.optimizers import (
@@ -16,8 +18,9 @@ from fp8kit_torch.optimizers import (
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8kit.errors import FormatError, ShapeError
+from fp8kit.errors import BackendError, FormatError, ShapeError
 
 from .twins import same
 
@@ -140,3 +143,85 @@ def test_what_does_not_fit_is_refused(device):
         multi_tensor_scale(1, flag(device), [a[:1], a[1:2]], 1.0)
     with pytest.raises(FormatError, match="moments"):
         multi_tensor_adam(1, flag(device), [a, a, [t.half() for t in a], a], 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+    with pytest.raises(FormatError, match="gradients and parameters"):
+        multi_tensor_adam(1, flag(device), [a, [t.double() for t in a], a, a], 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+
+
+def calls(lists, noop, number):
+    """Each function on (gradients, parameters, moments, moments); ``number``: a tensor (1,) where one may be."""
+    yield lambda: multi_tensor_scale(1, noop, lists[:2], number)
+    yield lambda: multi_tensor_adam(1, noop, lists, number, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+    yield lambda: multi_tensor_adam(1, noop, lists, 1.0, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0, number)
+    yield lambda: multi_tensor_sgd(1, noop, lists[:3], 0.0, 0.9, 0.0, 0.1, False, False, False, 1.0)
+
+
+def test_tensors_of_two_devices_are_refused(device):
+    """One of a list's, the flag, a number; with nothing changed."""
+    with contextlib.nullcontext() if torch.device(device).type == "cuda" else FakeTensorMode():
+        strange = torch.zeros(SHAPES[1], device="cpu" if torch.device(device).type == "cuda" else "cuda")
+        one, noop = torch.zeros(1, device=strange.device), torch.zeros(1, dtype=torch.int32, device=strange.device)
+    number = torch.ones(1, device=device)
+    for place in range(4):
+        lists, good = [some(device, seed=i) for i in range(4)], flag(device)
+        lists[place][1] = strange
+        before = [[t.clone() for t in own if t is not strange] for own in lists]
+        for call in list(calls(lists, good, number))[0 if place < 2 else 1 : None if place < 3 else 3]:
+            with pytest.raises(BackendError, match="tensor_lists: got cpu, cuda"):
+                call()
+        assert not good.any()
+        for own, old in zip(lists, before, strict=True):
+            for t, o in zip([t for t in own if t is not strange], old, strict=True):
+                same(t, o, "refused")
+    lists = [some(device, seed=i) for i in range(4)]
+    for call in calls(lists, noop, number):
+        with pytest.raises(BackendError, match=r"noop_flag: got device .*, expected device .*, as tensor_lists"):
+            call()
+    for call in list(calls(lists, flag(device), one))[:3]:
+        with pytest.raises(BackendError, match=r"(scale|lr|inv_scale): got device .*, expected device .*, as tensor_lists"):
+            call()
+
+
+def test_elements_that_share_memory_are_refused(device):
+    shared, noop = torch.ones(1, device=device).expand(SHAPES[1]), flag(device)
+    for place in (1, 2, 3):
+        lists = [some(device, seed=i) for i in range(4)]
+        lists[0][0][:] = float("inf")
+        lists[place][1] = shared
+        before = [[t.clone() for t in own] for own in lists]
+        for call in list(calls(lists, noop, torch.ones(1, device=device)))[0 if place < 2 else 1 : None if place < 3 else 3]:
+            with pytest.raises(ShapeError, match="memory of its own for each element"):
+                call()
+        assert not noop.any()
+        for own, old in zip(lists, before, strict=True):
+            for t, o in zip(own, old, strict=True):
+                same(t, o, "refused")
+
+
+def test_adam_in_any_memory_layout(device):
+    """Turned parameters, moments and gradients are updated where they lie."""
+    plain = [some(device, seed=i) for i in range(4)]
+    for squares in plain[3]:
+        squares.abs_()
+    for place in range(4):
+        wanted = [[t.clone() for t in own] for own in plain]
+        lists = [[t.clone() for t in own] for own in plain]
+        lists[place] = [torch.empty(t.shape[::-1], device=device).permute(*range(t.ndim)[::-1]).copy_(t) for t in lists[place]]
+        for given in (wanted, lists):
+            multi_tensor_adam(1, flag(device), given, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
+        for own, right in zip(lists, wanted, strict=True):
+            for t, r in zip(own, right, strict=True):
+                same(t, r, f"list {place} turned")
+
+
+def test_tensors_without_elements(device):
+    empty, ones, noop = torch.zeros(0, 3, device=device), torch.ones(2, device=device), flag(device)
+    out = torch.zeros(2, device=device)
+    multi_tensor_scale(1, noop, [[empty, ones], [empty.clone(), out]], 2.0)
+    multi_tensor_scale(1, noop, [[empty], [empty.clone()]], 2.0)
+    assert not noop.any()
+    same(out, ones * 2, "scaled")
+    _, each = multi_tensor_l2norm(1, noop, [[empty, ones]], True)
+    same(each.square().round(), torch.tensor([0.0, 2.0], device=device), "norms")
+    lists = [[empty.clone(), t] for t in (ones.clone(), ones.clone(), out * 0, out * 0)]
+    multi_tensor_adam(1, noop, lists, 0.5, 0.5, 0.75, 0.0, 1, 1, 1, 0.0)
+    same(lists[1][1], torch.full((2,), 0.5, device=device), "a first step is lr's sign(g)")

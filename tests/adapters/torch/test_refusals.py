@@ -3,14 +3,18 @@ good call gives the bits that it would have given without the bad one."""
 
 from __future__ import annotations
 
+import copy
+
 import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
+from fp8kit_torch.fused_adam import FusedAdam
+from fp8kit_torch.fused_sgd import FusedSGD
 from fp8kit_torch.module import TransformerEngineBaseModule
 
-from fp8kit.errors import Fp8kitError
-from fp8kit.recipe import DelayedScaling
+from fp8kit.errors import Fp8kitError, RecipeError, ShapeError
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from tests.adapters.torch.test_junk import state_of
 from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
 from tests.nn.test_layers import draw
@@ -146,6 +150,61 @@ def test_groups_are_refused_before_any_runs(device):
     assert whole_state(module) == before
 
 
+PARAMETERS = {  # module -> parameters of its parts, and of which none is like the others
+    "layer": (lambda d: layer(d, qk_norm_type="RMSNorm"), ["self_attention.layernorm_qkv.key_weight", "self_attention.q_norm.weight",
+                                                         "self_attention.proj.bias", "layernorm_mlp.layer_norm_bias",
+                                                         "layernorm_mlp.fc2_weight"]),
+    "output norm": (lambda d: layer(d, output_layernorm=True), ["self_attention.qkv.value_weight", "layernorm.weight"]),
+    "parallel": (lambda d: layer(d, parallel_attention_mlp=True), ["layernorm_mlp.fc1_weight"]),
+    "decoder": (lambda d: layer(d, layer_type="decoder"), ["inter_attention.key_value.key_weight", "inter_attention.proj.weight"]),
+    "groups": (lambda d: ft.GroupedLinear(3, H, FFN, device=d, params_dtype=torch.float32), ["weight2", "bias1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_a_part_that_is_unlike_the_others_is_found_before_any_runs(device, case):
+    """A parameter of another dtype or on another device."""
+    make, names = PARAMETERS[case]
+    for name in names:
+        for spoil in (lambda t: t.half(), lambda t: t.to("meta")):
+            module = made(make, device)
+            part, _, last = name.rpartition(".")
+            module.get_submodule(part)._parameters[last] = torch.nn.Parameter(spoil(module.get_parameter(name).detach()))
+            options = {"encoder_output": placed(SOURCE, device)} if case == "decoder" else {}
+            options |= {"m_splits": [2, 2, 2]} if case == "groups" else {}
+            before = whole_state(module)
+            with pytest.raises(Fp8kitError, match=last), ft.autocast(enabled=True, recipe=RECIPE):
+                module(placed(X[:, 0] if case == "groups" else X, device), **options)
+            assert whole_state(module) == before, name
+
+
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("kind", [ft.Linear, ft.LayerNormLinear, ft.LayerNormMLP])
+def test_a_first_call_that_is_refused_makes_no_state(device, kind, first):
+    """For a weight of another shape, and for float64, which no operation takes: no FP8 state, no cached weight."""
+    module = made(lambda d: kind(H, FFN, device=d, params_dtype=torch.float32), device)
+    name = next(n for n in ("weight", "fc2_weight") if hasattr(module, n))
+    good, x = getattr(module, name), placed(X, device)
+    wrong = torch.nn.Parameter(torch.zeros(good.shape[0], good.shape[1] + 1, device=device))
+    for dtype, weight in ((torch.float32, wrong), (torch.float64, good)):
+        module._parameters[name] = weight
+        module.to(dtype)
+        before = whole_state(module)
+        with pytest.raises(Fp8kitError), ft.autocast(enabled=True, recipe=RECIPE):
+            module(x.to(dtype), is_first_microbatch=first)
+        assert whole_state(module) == before
+        module._parameters[name] = good
+
+
+def test_weights_held_by_another_recipe_are_refused_before_there_is_a_state(device):
+    with ft.quantized_model_init(recipe=Float8BlockScaling()):
+        layers = [made(lambda d: ft.Linear(128, 128, device=d), device), made(lambda d: ft.GroupedLinear(2, 128, 128, device=d), device)]
+    for module, more in zip(layers, ((), ([16, 16],)), strict=True):
+        with pytest.raises(RecipeError, match="as the recipe of this autocast"), ft.autocast(enabled=True, recipe=RECIPE):
+            module(torch.ones(32, 128, device=device), *more)
+        assert not module.fp8_meta
+
+
 def test_dropout_is_refused_before_it_draws(device):
     """The functions and the module that draw from torch's generator."""
     x = placed(X, device)
@@ -158,3 +217,114 @@ def test_dropout_is_refused_before_it_draws(device):
             call()
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1] is None or torch.equal(before[1], torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize(("options", "argument"), [({"attn_mask_type": "arbitrary"}, "attention_mask"),
+                                                   ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias")])
+def test_what_is_missing_has_the_users_name(options, argument):
+    with pytest.raises(ShapeError, match=f"MultiheadAttention: {argument}: got None, expected"):
+        ft.MultiheadAttention(32, 4, device="cpu")(torch.zeros(5, 2, 32), **options)
+
+
+@pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
+def test_an_optimizer_that_refuses_a_gradient_takes_no_step(device, make):
+    """One of the last group's, or a number of that group's: no parameter, state or count changes."""
+    values = [torch.linspace(-1, 1, n, device=device) for n in (3, 4, 5)]
+    one, two = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    optimizers = [make([{"params": own[:2]}, {"params": own[2:]}]) for own in (one, two)]
+
+    def give():
+        for own in (one, two):
+            for param in own:
+                param.grad = torch.ones_like(param)
+
+    for _ in range(2):
+        give()
+        before = state_of(optimizers[0])
+        optimizers[0].grad_name = "wrong"  # an attribute that takes any tensor
+        for param in one:
+            param.wrong = torch.ones_like(param)
+        ones = torch.ones(5, device=device)
+        for wrong in (torch.ones(6, device=device), ones.int(), ones.to_sparse()):
+            one[2].wrong = wrong
+            with pytest.raises(Fp8kitError):
+                optimizers[0].step()
+            assert state_of(optimizers[0]) == before
+        optimizers[0].grad_name = "grad"
+        kept = optimizers[0].param_groups[1]["lr"]
+        optimizers[0].param_groups[1]["lr"] = "fast"
+        with pytest.raises(Fp8kitError, match="lr"):
+            optimizers[0].step()
+        optimizers[0].param_groups[1]["lr"] = kept
+        assert state_of(optimizers[0]) == before
+        for optimizer in optimizers:
+            optimizer.step()
+        assert state_of(one) == state_of(two)
+
+
+WRONG_STATES = {
+    "no number": lambda saved: saved["param_groups"][1].pop("weight_decay"),
+    "a word for a number": lambda saved: saved["param_groups"][1].update(lr="fast"),
+    "a word for a count": lambda saved: saved["param_groups"][1].update(step="three"),
+    "another shape": lambda saved: saved["state"][2].update({n: torch.zeros(6) for n in saved["state"][2]}),
+    "complex": lambda saved: saved["state"][2].update({n: t + 0j for n, t in saved["state"][2].items()}),
+    "sparse": lambda saved: saved["state"][2].update({n: t.to_sparse() for n, t in saved["state"][2].items()}),
+    "no values": lambda saved: saved["state"][2].update({n: t.to("meta") for n, t in saved["state"][2].items()}),
+    "a word for a state": lambda saved: saved["state"].update({2: "none"}),
+    "one moment": lambda saved: saved["state"][2].pop("exp_avg_sq"),
+    "a master where there is none": lambda saved: saved["state"][2].update(master_param=torch.zeros(5)),
+    "remainders where there are none": lambda saved: saved["state"][2].update(exp_avg=torch.zeros(5, dtype=torch.int16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
+def test_an_optimizer_that_refuses_a_state_keeps_its_own(device, make):
+    values = [torch.linspace(-1, 1, n, device=device) for n in (3, 4, 5)]
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizer = make([{"params": params[:2]}, {"params": params[2:]}])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = state_of(optimizer)
+    for label, spoil in list(WRONG_STATES.items())[: None if isinstance(optimizer, FusedAdam) else -3]:
+        saved = copy.deepcopy(optimizer.state_dict())
+        spoil(saved)
+        with pytest.raises(Fp8kitError):
+            optimizer.load_state_dict(saved)
+        assert state_of(optimizer) == before, label
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert state_of(optimizer) == before
+
+
+@pytest.mark.parametrize("make", [FusedAdam, lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9)])
+def test_an_optimizer_whose_parameter_was_exchanged_takes_no_step(device, make):
+    """Its ``data`` by another shape, whose states would be too short, or by other strides; a group's number taken away."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, n, device=device)) for n in (3, 4, 5)]
+    optimizer = make([{"params": params[:2]}, {"params": params[2:]}])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    kept = params[2].data
+    for wrong in (torch.ones(6, device=device), torch.ones(10, device=device)[::2]):
+        params[2].data, params[2].grad = wrong, torch.ones_like(wrong)
+        before = state_of(params)
+        with pytest.raises(ShapeError, match="params: got"):
+            optimizer.step()
+        assert state_of(params) == before
+    params[2].data, params[2].grad = kept, torch.ones_like(kept)
+    del optimizer.param_groups[1]["weight_decay"]
+    before = state_of(optimizer)
+    with pytest.raises(Fp8kitError, match="param_groups: got a group without 'weight_decay'"):
+        optimizer.step()
+    assert state_of(optimizer) == before
+
+
+def test_a_missing_main_grad_is_found_before_the_layer_runs(device):
+    module = made(lambda d: layer(d, fuse_wgrad_accumulation=True), device)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    del module.layernorm_mlp.fc2_weight.main_grad
+    before = whole_state(module)
+    with pytest.raises(Fp8kitError, match=r"fc2_weight0\.main_grad"), ft.autocast(enabled=True, recipe=RECIPE):
+        module(placed(X, device))
+    assert whole_state(module) == before

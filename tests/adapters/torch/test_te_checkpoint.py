@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from fp8kit_torch import LayerNormMLP, Linear, RMSNorm, autocast
+from fp8kit_torch import DotProductAttention, LayerNormMLP, Linear, RMSNorm, autocast
 from fp8kit_torch.te_checkpoint import convert_extra_state, from_transformer_engine, load_state_dict
 
 from fp8kit.errors import CheckpointError
@@ -17,7 +17,8 @@ from fp8kit.testing.compare import assert_same_bits
 
 
 def model():
-    layers = {"fc": Linear(16, 32, device="cpu"), "mlp": LayerNormMLP(32, 48, device="cpu"), "norm": RMSNorm(32, device="cpu")}
+    layers = {"fc": Linear(16, 32, device="cpu"), "mlp": LayerNormMLP(32, 48, device="cpu"), "norm": RMSNorm(32, device="cpu"),
+              "core_attention": DotProductAttention(2, 16)}
     return torch.nn.ModuleDict(layers)
 
 
@@ -41,12 +42,17 @@ def te_dict(seed=0):
     torch.save(te_extra(2, 2), buffer)
     buffer.seek(0)
     nothing = torch.empty(0, dtype=torch.uint8)
-    return state | {"fc._extra_state": as_tensor(te_extra(1, 1)), "mlp._extra_state": buffer, "norm._extra_state": nothing}
+    return state | {"fc._extra_state": as_tensor(te_extra(1, 1)), "mlp._extra_state": buffer, "norm._extra_state": nothing,
+                    "core_attention._extra_state": as_tensor(te_extra(0))}
 
 
-def test_scales_and_histories_keep_their_values_and_slots():
+WAYS = [load_state_dict, torch.nn.Module.load_state_dict]  # by name, and a program's own call
+
+
+@pytest.mark.parametrize("load", WAYS)
+def test_scales_and_histories_keep_their_values_and_slots(load):
     net, state = model(), te_dict()
-    result = load_state_dict(net, state)
+    result = load(net, state)
     assert not result.missing_keys
     assert not result.unexpected_keys
     for name, gemms, seed in (("fc", 1, 1), ("mlp", 2, 2)):
@@ -73,6 +79,19 @@ def test_the_loaded_scale_is_the_one_that_quantises():
     for got, scale in ((y, 2.0), (plain, 1.0)):
         wanted = cast(x, scale) @ cast(state["weight"], scale).t()
         assert (got.double() - wanted).abs().max() < 2.0**-10 * wanted.abs().max()  # fast accumulation may keep 14 bits
+
+
+@pytest.mark.parametrize("value", [as_tensor(te_extra(2)), b"none", torch.arange(64, dtype=torch.uint8), torch.ones(3),
+                                   pickle.dumps(print)])
+def test_an_extra_state_that_is_nobody_saved_is_refused(value):
+    """Another module's, and what nobody saved; nothing is run and the FP8 state stays."""
+    net = Linear(16, 32, device="cpu")
+    net.load_state_dict(net.state_dict() | {"_extra_state": as_tensor(te_extra(1))})
+    before = [part.clone() for part in net.fp8_meta["scaling_fwd"].parts]
+    with pytest.raises(CheckpointError, match="_extra_state"):
+        net.load_state_dict(net.state_dict() | {"_extra_state": value})
+    for part, old in zip(net.fp8_meta["scaling_fwd"].parts, before, strict=True):
+        assert_same_bits("state", part.numpy(), old.numpy())
 
 
 def test_plain_layers_load_without_extra_states():
