@@ -1,7 +1,7 @@
 """What a captured graph takes from the host and holds from then on: numbers that are part of a launch, and where arrays lie.
 
 Who reads such a thing says so (``hold``); nobody listens unless a graph is being captured. Each replay asks again (``Held.check``), so that
-a change which it could not see is an error.
+a change which it could not see is an error. What a replay has done nobody is told either: ``era`` is for who must know that there was one.
 """
 
 from __future__ import annotations
@@ -49,6 +49,25 @@ def hold(owner: object, look: Look) -> None:
     stay alive meanwhile; it is called once, at the capture's end. Raises nothing."""
     if _thread.told is not None and id(owner) not in _thread.told:
         _thread.told[id(owner)] = owner, look
+
+
+def capturing() -> bool:
+    """Whether this thread is capturing a graph: its calls are recorded, not carried out."""
+    return _thread.told is not None
+
+
+_era = object()
+
+
+def era() -> object:
+    """An object that is another one after every replay: what a graph changes no count on the host sees."""
+    return _era
+
+
+def replayed() -> None:
+    """A graph has been replayed: a new era."""
+    global _era
+    _era = object()
 
 
 @contextmanager

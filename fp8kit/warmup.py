@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Variant = tuple[str, dict[str, str]]
 
 # source -> its defines in a training; H: the parameters' type, f32: besides it float32, of what is summed, counted or drawn there
-_ALWAYS = (("norm.cu", ("H",)), ("dropout.cu", ("H",)), ("elementwise.cu", ("H", "f32")), ("convert.cu", ("H",)), ("amax.cu", ("H",)))
+_ALWAYS = (("dropout.cu", ("H",)), ("elementwise.cu", ("H", "f32")), ("convert.cu", ("H",)), ("amax.cu", ("H",)))
 _MODEL = (("embedding.cu", ("H",)), ("cross_entropy.cu", ("H",)), ("optim.cu", ("H", "f32")))
 _FORMATS = ("e4m3", "e5m2")
 
@@ -87,7 +87,7 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
     if arch is not None:
         if not isinstance(arch, str) or not re.fullmatch(r"sm_\d+a?", arch):
             raise Fp8kitError(expected("warmup", "arch", repr(arch), 'such as "sm_90a"'))
-        return _compiled(variants(kind.name, activation, blocks), arch, count, time.perf_counter())
+        return _compiled(variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter())
     where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
     inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
     begin = time.perf_counter()
@@ -97,7 +97,8 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
         from fp8kit.backends.cuda import launch
 
         arrays.empty((1,), formats.uint8, where)  # says what is missing
-        done = _compiled(variants(kind.name, activation, blocks), kernel_compiler.arch_of(launch.capability(where.index)), count, begin)
+        wanted, own_arch = variants(hidden, kind.name, activation, blocks), kernel_compiler.arch_of(launch.capability(where.index))
+        done = _compiled(wanted, own_arch, count, begin)
         begin = time.perf_counter()
     layer = nn.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=kind, activation=activation,
                                 normalization=normalization, device=where, **inits)
@@ -112,14 +113,17 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
     return Warmup(done.compiled, done.found, done.compile_seconds, time.perf_counter() - begin)
 
 
-def variants(dtype: str, activation: str, blocks: bool) -> list[Variant]:
+def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Variant]:
     """(source, defines) of every kernel variant of a training: ``dtype`` of the parameters, ``blocks``: a block scaling recipe."""
+    from fp8kit import formats
+    from fp8kit.backends.cuda import norm
     from fp8kit.backends.cuda.launch import TYPE_NAMES
     from fp8kit.raw_kernels import manifest
 
     own = TYPE_NAMES[dtype]
     found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
     found.append(("activation.cu", {"T": own, "ACT": activation}))
+    found += [(source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype).itemsize)]
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
     found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]

@@ -28,7 +28,7 @@ module = sys.modules["fp8kit.warmup"]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_variants_are_the_manifests(dtype, activation, blocks):
-    found = variants(dtype, activation, blocks)
+    found = variants(4096, dtype, activation, blocks)
     assert len({str(variant) for variant in found}) == len(found)
     for source, defines in found:
         assert manifest.defines(**defines) in manifest.source(source).variants, (source, defines)
@@ -58,7 +58,7 @@ def test_every_kernel_of_a_training_has_its_source_among_them(name, monkeypatch)
         y = layer(fk.tensor(np.ones((16, 1, 32), np.float32), dtype="bfloat16", device="cpu"))
     nn.cross_entropy(y.reshape(16, 32), fk.tensor(np.arange(16), device="cpu")).backward()
     optimizer.step()
-    sources = {source for source, _ in variants("bfloat16", "gelu", name == "block")}
+    sources = {source for source, _ in variants(32, "bfloat16", "gelu", name == "block")}
     missing = []
     for kernel in called:
         stem = next(stem for stem, kernels in cuda.IMPLEMENTATIONS.items() if kernel in kernels)
@@ -96,8 +96,8 @@ def test_compiles_ahead_for_another_machine_and_once(two):
 
 
 def test_says_what_it_did():
-    said = str(Warmup((("norm.cu T=bf16", 1.5), ("amax.cu T=bf16", 0.5)), 3, 1.6, 0.25)).splitlines()
-    assert said[0].split() == ["norm.cu", "T=bf16", "1.50", "s"]
+    said = str(Warmup((("norm_bwd.cu T=bf16", 1.5), ("amax.cu T=bf16", 0.5)), 3, 1.6, 0.25)).splitlines()
+    assert said[0].split() == ["norm_bwd.cu", "T=bf16", "1.50", "s"]
     assert said[-2:] == ["2 variants compiled in 1.60 s (one by one 2.00 s), 3 were in the cache", "two steps of the layer: 0.25 s"]
 
 

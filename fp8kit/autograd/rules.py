@@ -36,7 +36,7 @@ class Block:
 
     __slots__ = ("apart", "parts", "size")
 
-    def __init__(self, metas: Mapping[str, Meta], early: bool) -> None:
+    def __init__(self, metas: Mapping[str, Meta], early: bool = False) -> None:
         self.size = 0
         self.parts: list[tuple[str, int, arrays.Shape, DType]] = []
         self.apart: dict[str, Meta] = large(metas) if early else {}
@@ -51,8 +51,12 @@ class Block:
         if not self.parts and not self.apart:
             return {}
         ptr, owner = arrays.provider(device).alloc(self.size, device)
-        views = {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
+        views = self.at(ptr, device, owner)
         return Buffers(views, self.apart, maker(device)) if self.apart else views
+
+    def at(self, ptr: int, device: arrays.Device, owner: object) -> dict[str, ArrayView]:
+        """The buffers by name in memory that ``owner`` keeps; without those that lie apart."""
+        return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
 
     def room(self, device: arrays.Device, stream: int) -> Views:
         """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``fp8kit.scratch``; not to be changed."""

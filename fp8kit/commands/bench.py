@@ -17,8 +17,8 @@ def add(commands: Any) -> None:
     """Add the command to ``commands``, what ``add_subparsers`` gave."""
     what = "time the library, each number with a check of the result; or say where a layer's memory goes"
     parser = commands.add_parser("bench", help=what, description=f"{what[0].upper()}{what[1:]}.", epilog=(
-        "Parts: casts, training, layer, modules, attention, kernels, gemm, host, start, memory, breakeven (all). Sizes are full on a GPU "
-        "and small on the CPU."))  # fmt: skip
+        "Parts: casts, training, layer, steps, modules, attention, kernels, gemm, host, start, memory, breakeven (all). Sizes are full on "
+        "a GPU and small on the CPU."))  # fmt: skip
     parser.add_argument("parts", nargs="*", metavar="PART", help="some of the parts (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers, versions and clocks to FILE")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also draw the pictures into DIR")

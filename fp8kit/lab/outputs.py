@@ -1,6 +1,6 @@
 """What every operation of the kernel contract writes, and a look through its arguments: the contract's texts as a table.
 
-Arguments hold arrays in four ways: alone, in lists, in a ``Cast``, in ``AttentionExtras``. ``walk`` goes through them all.
+Arguments hold arrays in four ways: alone, in lists, in a ``Cast`` or a list of those, in ``AttentionExtras``. ``walk`` goes through all.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from fp8kit.backends.protocol import Cast
 # "+accumulate": only where the argument ``accumulate`` is true. Operations that only answer with a number write nothing.
 _WRITES = {
     "amax": "amax+",
+    "amax_many": "amaxes+",
     "scale_from_amax": "scale scale_inv",
     "update_delayed_": "scales+ scale_invs+ histories+",
     "quantize": "q scale_inv amax+",
     "dequantize": "x",
     "quantize_transpose": "cast dbias",
+    "quantize_transpose_many": "casts",
     "block_quantize": "q scale_inv q_t scale_inv_t",
+    "block_quantize_many": "qs scale_invs q_ts scale_inv_ts",
     "gemm": "out+accumulate",
     "fp8_gemm": "out+accumulate",
     "block_gemm": "out+accumulate",
@@ -102,14 +105,19 @@ def outputs(operation: str, arguments: dict[str, Any]) -> Iterator[Output]:
         name, plus, condition = word.partition("+")
         kept = bool(plus) and (not condition or bool(arguments[condition]))
         value = arguments[name]
-        if isinstance(value, ArrayView):
-            yield Output(name, value, kept, name)
-        elif isinstance(value, Cast):
-            for part in ("q", "q_t", "scale_inv", "amax"):
-                view = getattr(value, part)
-                if view is not None:
-                    yield Output(f"{name}.{part}", view, part == "amax", name, value)
+        if isinstance(value, ArrayView | Cast):
+            yield from _written(name, value, kept, name)
         elif value is not None:
-            for i, view in enumerate(value):
-                if view is not None:
-                    yield Output(f"{name}[{i}]", view, kept, name)
+            for i, part in enumerate(value):
+                yield from _written(f"{name}[{i}]", part, kept, name)
+
+
+def _written(name: str, value: ArrayView | Cast | None, kept: bool, argument: str) -> Iterator[Output]:
+    """The outputs in one array, in one Cast, or in nothing."""
+    if isinstance(value, ArrayView):
+        yield Output(name, value, kept, argument)
+    elif value is not None:
+        for part in ("q", "q_t", "scale_inv", "amax"):
+            view = getattr(value, part)
+            if view is not None:
+                yield Output(f"{name}.{part}", view, part == "amax", argument, value)

@@ -215,9 +215,16 @@ def _block(g: _Maker) -> dict[str, Any]:
             "scale_inv_t": g.new(float32, *s_t), "format": E4M3, "tile": (1, 128), "power_2": True, "epsilon": 0.0}
 
 
+def _blocks(g: _Maker) -> dict[str, Any]:
+    given = _block(g)
+    arrays_ = {f"{name}s": [given.pop(name)] for name in ("x", "q", "scale_inv", "q_t", "scale_inv_t")}
+    return arrays_ | given
+
+
 # operation -> its arguments but for the stream
 ARGUMENTS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
     "amax": lambda g: {"x": g.h(), "amax": g.f(1, value=0.0), "tile": (g.m, g.n)},
+    "amax_many": lambda g: {"xs": [g.h()], "amaxes": [g.f(1, value=0.0)]},
     "scale_from_amax": lambda g: {"amax": g.f(g.m * g.n, value=3.0), "scale": g.new(float32, g.m * g.n),
                                   "scale_inv": g.new(float32, g.m * g.n), "fp8_max": 448.0, "power_2": False, "epsilon": 0.0,
                                   "value_for_inf": formats.float32.max},
@@ -228,7 +235,9 @@ ARGUMENTS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
     "dequantize": lambda g: {"q": g.ints(0x78, g.m, g.n, dtype=uint8), "x": g.like(), "scale_inv": g.f(1, value=0.1), "format": E4M3,
                              "tile": (g.m, g.n)},
     "quantize_transpose": lambda g: {"x": g.h(), "cast": g.cast(g.m, g.n), "dbias": None, "workspace": None},
+    "quantize_transpose_many": lambda g: {"xs": [g.h()], "casts": [g.cast(g.m, g.n)]},
     "block_quantize": _block,
+    "block_quantize_many": _blocks,
     "gemm": lambda g: {"a": g.h(), "b": g.h(g.n, g.n), "out": g.like(), "layout": "nt", "bias": None, "accumulate": False,
                        "workspace": g.room(g.kernels.gemm_workspace())},
     "fp8_gemm": lambda g: {**g.product(), "fast_accumulate": True},

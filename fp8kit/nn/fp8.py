@@ -21,6 +21,7 @@ from fp8kit.formats import float32
 from fp8kit.layers import Kept
 from fp8kit.nn import recompute
 from fp8kit.nn.module import Module, Parameter
+from fp8kit.nn.weight_forms import WeightForm, Written
 from fp8kit.ops.linear import LinearSpec, weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
@@ -33,6 +34,7 @@ from fp8kit.scaling import (
     backward_slots,
     check_saved,
     forward_slots,
+    settle,
     update,
 )
 from fp8kit.spec import Operation
@@ -95,6 +97,7 @@ class Fp8Module(Module):
         self._specs: dict[Any, Any] = {}
         self._wiring: _Wiring | None = None
         self._weights: _WeightCache | None = None
+        self._form: WeightForm | None = None
 
     # --- what a subclass gives ----------------------------------------------------------------------------------------
 
@@ -117,9 +120,14 @@ class Fp8Module(Module):
 
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further options of ``make_spec`` while calibrating
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, Parameter):  # another weight knows nothing of the form
+            self._form = None
+
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
-        return vars(self) | {"_specs": {}, "_wiring": None, "_weights": None}
+        return vars(self) | {"_specs": {}, "_wiring": None, "_weights": None, "_form": None}
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -149,11 +157,22 @@ class Fp8Module(Module):
             if record:  # inference leaves no trace in the history
                 given, late, finish = wiring.given, wiring.late, wiring.finish
                 touch_forward(self.fp8_meta["scaling_fwd"], wiring.recipe, training)
-        cached = None if is_first_microbatch is None else self._cached_weights(fp8, is_first_microbatch, bias, scales, given)
+        form = self._form
+        if form is None:
+            form = self._form = WeightForm(self)
+        if training:
+            form.wanted, form.idle = fp8, 0
+        written = cached = None
+        if is_first_microbatch is not None or form.written is not None:
+            written = form.find(fp8, inputs, self.fp8_meta.get("scaling_fwd"))
+            cached = self._fp8_weights(written, fp8, is_first_microbatch, bias, scales, given)
         recompute.keep(self, scales, cached)
         inputs = inputs if cached is None else inputs | cached
-        spec = self._spec(fp8, is_first_microbatch is not None, bias, options)
-        return apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
+        spec = self._spec(fp8, cached is not None, bias, options)
+        out = apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
+        if given and written is not None and is_first_microbatch is None:  # only now: a call that is refused records nothing
+            written.record()
+        return out
 
     def _run_again(self, kept: Kept, inputs: Inputs, recipe: Recipe | None, fp8: Fp8, bias: str,
                    options: dict[str, Any]) -> dict[str, Tensor]:
@@ -219,30 +238,46 @@ class Fp8Module(Module):
 
     # --- the weight cache ---------------------------------------------------------------------------------------------
 
-    def _cached_weights(self, fp8: Fp8, first: bool, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]) -> Inputs:
-        """The FP8 weights: cast now for the first micro-batch, or where there are none by this recipe; else those of the first one."""
+    def _fp8_weights(self, written: Written | None, fp8: Fp8, first: bool | None, bias: str, scales: dict[str, ArrayView],
+                     given: dict[str, ArrayView]) -> Inputs | None:
+        """The FP8 weights, None where the operation casts them: what the optimiser has written, if that holds; with ``first`` those of the
+        first micro-batch (False), or cast now to be kept (True, or where there are none by this recipe)."""
+        if first is None and written is None:
+            return None
         cache = self._weights
-        if first or cache is None or cache.fp8 is not fp8:
-            made: dict[str, ArrayView] = {}
-            weights = self.weight_inputs()
-            with no_grad():
-                for i, prefix in enumerate(self.gemms):
-                    own: Inputs = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
-                    if scales:
-                        own[f"{prefix}w_scale"] = scales[f"{prefix}w_scale"]
-                    key = ("weight_cast", id(fp8), i)
-                    found = self._specs.get(key)
-                    if found is None:
-                        found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
-                    out = apply(weight_cast, found[0], own, given, owner=self)
-                    made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
-            cache = self._weights = _WeightCache(fp8, made)
-        return dict(cache.arrays)
+        if first is False and cache is not None and cache.fp8 is fp8:
+            return dict(cache.arrays)
+        if written is None:
+            cache = self._weights = _WeightCache(fp8, self._cast_weights(fp8, bias, scales, given))
+            return dict(cache.arrays)
+        if first is not None:
+            self._weights = _WeightCache(fp8, written.arrays)
+            if given:
+                written.record()
+        return dict(written.arrays)
+
+    def _cast_weights(self, fp8: Fp8, bias: str, scales: dict[str, ArrayView], given: dict[str, ArrayView]) -> dict[str, ArrayView]:
+        """The FP8 weights, cast now."""
+        made: dict[str, ArrayView] = {}
+        weights = self.weight_inputs()
+        with no_grad():
+            for i, prefix in enumerate(self.gemms):
+                own: Inputs = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
+                if scales:
+                    own[f"{prefix}w_scale"] = scales[f"{prefix}w_scale"]
+                key = ("weight_cast", id(fp8), i)
+                found = self._specs.get(key)
+                if found is None:
+                    found = self._specs[key] = (LinearSpec(self.make_product(i, fp8, False, bias)), fp8)
+                out = apply(weight_cast, found[0], own, given, owner=self)
+                made |= {name: part.view for name, part in out.items() if name != f"{prefix}w_amax"}
+        return made
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def extra_state(self) -> dict[str, ArrayView]:
         """``scaling_fwd.scale``, ``.scale_inv``, ``.amax_history`` and the same of ``scaling_bwd``; nothing before the first FP8 step."""
+        settle(list(self.fp8_meta.values()))
         return {f"{name}.{field}": state.views[field] for name, state in self.fp8_meta.items() for field in FIELDS}
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
@@ -253,8 +288,7 @@ class Fp8Module(Module):
         def take() -> None:
             if [(n, s.history_len) for n, s in made.items()] == [(n, s.history_len) for n, s in self.fp8_meta.items()]:
                 for name, state in made.items():  # in place: a captured graph goes on with what was loaded
-                    for field in FIELDS:
-                        arrays.copy(self.fp8_meta[name].views[field], state.views[field])
+                    self.fp8_meta[name].load(state)
                 return
             self.fp8_meta = made
             self._wiring = None
@@ -263,6 +297,8 @@ class Fp8Module(Module):
 
     def forget(self) -> None:
         self._weights = None
+        if self._form is not None:
+            self._form.clear()
 
     def arrays_used(self) -> Iterator[ArrayView]:
         yield from super().arrays_used()

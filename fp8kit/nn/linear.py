@@ -12,7 +12,7 @@ from fp8kit.errors import ArgumentError, expected
 from fp8kit.formats import DType
 from fp8kit.nn.fp8 import Fp8Module, Inputs, amax_of
 from fp8kit.nn.later import CONSTRUCTOR, later, not_yet
-from fp8kit.nn.module import Parameter, as_tensor, make_parameter, positive, resolve
+from fp8kit.nn.module import Parameter, as_tensor, make_parameter, make_parts, positive, resolve
 from fp8kit.nn.random import Init, init_of
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.product import ProductSpec
@@ -53,8 +53,9 @@ class LinearBase(Fp8Module):
         if self.return_bias and len(self._split) > 1:
             not_yet(operation, {"return_bias": (True, False)})
         init = init_of(operation, "init_method", init_method)
-        for prefix, size in self._split.items():
-            setattr(self, f"{prefix}weight", make_parameter((size, self.in_features), init, dtype, where))
+        weights = make_parts(list(self._split.values()), self.in_features, init, dtype, where)
+        for prefix, weight in zip(self._split, weights, strict=True):
+            setattr(self, f"{prefix}weight", weight)
         if self.use_bias:
             for prefix, size in self._split.items():
                 setattr(self, f"{prefix}bias", make_parameter((size,), 0.0, dtype, where))

@@ -5,8 +5,10 @@ Parameters are attributes of type ``Parameter``, buffers of type ``ArrayView``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from fp8kit import arguments, arrays, captured, formats, serialization
 from fp8kit.arguments import flag, integer, shown
@@ -319,3 +321,15 @@ def make_parameter(shape: tuple[int, ...], init: Init | float, dtype: DType, dev
     else:
         raise ArgumentError(expected("init_method", "init_method", shown(init), "None, or a function that fills a NumPy array"))
     return Parameter(arrays.to(arrays.as_view(host.astype(dtype.numpy)), device))
+
+
+def make_parts(rows: Sequence[int], columns: int, init: Init, dtype: DType, device: Device) -> list[Parameter]:
+    """Parameters of ``rows`` rows each, filled as by ``make_parameter``, one after the other, which lie side by side in memory: what takes
+    them as one matrix need not copy."""
+
+    def fill(host: Any) -> None:
+        for part in np.split(host, np.cumsum(rows)[:-1]):
+            init(part)
+
+    whole = make_parameter((sum(rows), columns), fill, dtype, device).view
+    return [Parameter(whole.slice(0, sum(rows[:i]), count)) for i, count in enumerate(rows)]

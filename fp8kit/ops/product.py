@@ -7,9 +7,9 @@ two. ``Product`` is what they see of it; how the operands are stored and multipl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
@@ -51,6 +51,14 @@ class ProductSpec:
     def out_features(self) -> int:
         """Output features of all segments."""
         return sum(self.segments)
+
+
+class WeightJob(NamedTuple):
+    """A weight to be cast: its ``product`` (for no rows), ``inputs`` and ``made`` by name as ``weight_cast``'s inputs and outputs."""
+
+    product: Any
+    inputs: Views
+    made: Views
 
 
 class Product:
@@ -170,6 +178,16 @@ class Product:
         """Cast all weight segments into one buffer. ``made``: ``weight_outputs`` by name; its transpose may be left out."""
         raise NotImplementedError
 
+    @classmethod
+    def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
+        """``cast_weight`` of many products of this class and of one ``Fp8``, in as few launches as it has steps. ``numbers``: float32
+        (3, len(jobs)), zeros; where there is one scale a tensor, row 0 becomes the weights' amaxes."""
+        raise NotImplementedError
+
+    def casts_together(self, inputs: Views) -> bool:
+        """Whether ``cast_weights`` takes these weights."""
+        return True
+
     def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
         """Max-accumulate the amaxes of the input, h (M, K), and of the weight into their outputs, where there are such."""
 
@@ -255,21 +273,26 @@ class Product:
     def _joined(self, k: Any, names: Iterable[str], views: Views, buffer: ArrayView | None, dim: int, stream: int) -> ArrayView:
         """The segments as one array: as they are when they lie side by side in memory, else copied into ``buffer``."""
         parts = [given(views, name) for name in names]
-        first = parts[0]
-        if len(parts) == 1:
-            return first
+        whole = side_by_side(parts, dim)
+        if whole is not None:
+            return whole
         assert buffer is not None
-        if dim == 0:
-            ptr = first.ptr
-            for part in parts:
-                if part.ptr != ptr or part.owner is not first.owner:
-                    break
-                ptr += part.nbytes
-            else:
-                return ArrayView(first.ptr, buffer.shape, first.dtype, first.device, first.owner)
         for part, start in zip(parts, self.starts, strict=True):
             k.copy(part, buffer.slice(dim, start, part.shape[dim]), stream)
         return buffer
+
+
+def side_by_side(parts: Sequence[ArrayView], dim: int) -> ArrayView | None:
+    """The parts along ``dim`` as one array over their own memory, None where they do not lie so."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    ptr = first.ptr
+    for part in parts:
+        if part.ptr != ptr or part.owner is not first.owner or dim:
+            return None
+        ptr += part.nbytes
+    return ArrayView(first.ptr, (sum(part.shape[0] for part in parts), *first.shape[1:]), first.dtype, first.device, first.owner)
 
 
 def given(views: Views, name: str) -> ArrayView:

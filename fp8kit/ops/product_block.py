@@ -6,12 +6,13 @@ is cast from high precision twice, since blocks run along the contraction, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.formats import DType, float32, uint8
-from fp8kit.ops.product import Product, ProductSpec, given, want
+from fp8kit.ops.product import Product, ProductSpec, WeightJob, given, side_by_side, want
 from fp8kit.ops.quant import Fp8, Quant
 from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Views
@@ -92,6 +93,19 @@ class BlockProduct(Product):
         sides = self._found(made, "w_q"), self._found(made, "w_qt")
         q, q_t = sides if self.oi else sides[::-1]
         self._cast(k, self.fp8.w, weight, q, q_t, stream)
+
+    def casts_together(self, inputs: Views) -> bool:
+        return side_by_side([given(inputs, name) for name in self.weights], 0 if self.oi else 1) is not None
+
+    @classmethod
+    def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
+        quant = jobs[0].product.fp8.w
+        rows = []
+        for product, inputs, made in jobs:
+            sides = product._found(made, "w_q"), product._found(made, "w_qt")
+            q, q_t = sides if product.oi else sides[::-1]
+            rows.append((product._joined(k, product.weights, inputs, None, 0 if product.oi else 1, stream), *q, *q_t))
+        k.block_quantize_many(*map(list, zip(*rows, strict=True)), quant.format, quant.tile, quant.power_2, quant.epsilon, stream)
 
     def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
         bias = self._bias(k, inputs, scratch, stream)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 from fp8kit.formats import DType, float32, uint8
-from fp8kit.ops.product import Product, ProductSpec, given, want
+from fp8kit.ops.product import Product, ProductSpec, WeightJob, given, want
 from fp8kit.ops.quant import FLT_MAX, Fp8, pad, quantize_operand
 from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Views
@@ -152,13 +153,22 @@ class TensorProduct(Product):
     ) -> None:  # fmt: skip
         quant = self.fp8.w
         scale, amax = self._source(quant.source, "w", inputs, outputs, scratch)
-        parts = [given(inputs, name) for name in self.weights]
         if quant.source == "current":
-            for part in parts:
+            for name in self.weights:
+                part = given(inputs, name)
                 k.amax(part, amax, part.shape, stream)
         if quant.source != "scale":
             k.scale_from_amax(amax, scale, scale_inv, quant.format.max, quant.power_2, quant.epsilon, FLT_MAX, stream)
         recorded = amax if quant.source == "scale" else None
+        for part, cast in self._weight_casts(inputs, w_q, w_qt, scale, scale_inv, recorded):
+            k.quantize_transpose(part, cast, None, None, stream)
+
+    def _weight_casts(
+        self, inputs: Views, w_q: ArrayView | None, w_qt: ArrayView | None, scale: ArrayView | None, scale_inv: ArrayView | None,
+        amax: ArrayView | None,
+    ) -> Iterator[tuple[ArrayView, Cast]]:  # fmt: skip
+        """Each weight segment, and where it goes."""
+        parts = [given(inputs, name) for name in self.weights]
         for i, (part, start) in enumerate(zip(parts, self.starts, strict=True)):
             q, q_t = w_q, w_qt
             if len(parts) > 1:
@@ -167,7 +177,25 @@ class TensorProduct(Product):
                 q_t = None if w_qt is None else w_qt.slice(1, start, rows)
             if not self.oi:
                 q, q_t = q_t, q
-            k.quantize_transpose(part, Cast(quant.format, q, q_t, scale, scale_inv, recorded), None, None, stream)  # type: ignore[arg-type]
+            yield part, Cast(self.fp8.w.format, q, q_t, scale, scale_inv, amax)  # type: ignore[arg-type]
+
+    @classmethod
+    def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
+        quant, count = jobs[0].product.fp8.w, len(jobs)
+        flat = numbers.reshape(numbers.size)
+        amaxes = [flat.slice(0, i, 1) for i in range(count)]
+        scales = [job.inputs.get(job.product.w_scale) for job in jobs]
+        if quant.source == "current":
+            segments = [(given(job.inputs, name), amax) for job, amax in zip(jobs, amaxes, strict=True) for name in job.product.weights]
+            k.amax_many(*map(list, zip(*segments, strict=True)), stream)
+            rule = quant.format.max, quant.power_2, quant.epsilon, FLT_MAX
+            k.scale_from_amax(*(flat.slice(0, row * count, count) for row in range(3)), *rule, stream)
+            scales = [flat.slice(0, count + i, 1) for i in range(count)]
+        casts: list[tuple[ArrayView, Cast]] = []
+        for (product, inputs, made), scale, amax in zip(jobs, scales, amaxes, strict=True):
+            sides = given(made, product.w_q), given(made, product.w_qt), scale, given(made, product.w_given_inv)
+            casts += product._weight_casts(inputs, *sides, amax if quant.source == "scale" else None)
+        k.quantize_transpose_many([part for part, _ in casts], [cast for _, cast in casts], stream)
 
     def measure(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, stream: int) -> None:
         if not self.spec.input_cached:

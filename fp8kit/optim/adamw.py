@@ -20,17 +20,17 @@ class AdamW(Optimizer):
         m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g^2
         w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 
-    ``params``, ``lr``, masters and errors: see ``Optimizer``. m and v (``exp_avg``, ``exp_avg_sq``) are float32 and start at 0; t counts
-    the parameter's own steps.
+    ``params``, ``lr``, ``write_fp8_weights``, masters and errors: see ``Optimizer``. m and v (``exp_avg``, ``exp_avg_sq``) are float32 and
+    start at 0; t counts the parameter's own steps.
     """
 
     columns = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.01,
+        eps: float = 1e-8, weight_decay: float = 0.01, write_fp8_weights: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, write_fp8_weights)
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
         try:

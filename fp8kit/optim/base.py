@@ -15,6 +15,7 @@ from fp8kit import arrays, captured, serialization
 from fp8kit.arguments import flag, listed, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor
+from fp8kit.autograd.derived import renewing
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import float32, int64
@@ -107,14 +108,23 @@ class Optimizer:
     ``param_groups`` is a list of dicts that may be changed between steps. ``lr`` is a number, or a float32 array of one element on the
     parameters' device, which is read there at each step and can be changed without a new captured graph.
 
+    ``write_fp8_weights``: after its update, a step also casts the weights of the layers that have run under ``autocast``, as the next
+    forward pass would: all in a few launches, and once for all micro-batches where scaling is not delayed. That pass then casts no weight;
+    the bits are the same. Where a weight, its scale or the recipe has changed since, it casts as ever. It is off unless asked for, for two
+    reasons: what is written into a weight through ``data``, ``numpy()`` or DLPack, or into the arrays of a ``state_dict()``, no count sees,
+    so that between a step and a forward pass weights must be changed by ``copy_`` and its like; and the codes, two bytes for each element,
+    lie in memory from step to step. Without FP8 it costs nothing. Not written are: what a captured graph (``fp8kit.graph``) uses; in block
+    scaling, weights in parts that do not lie side by side (those of a layer that was copied).
+
     Raises Fp8kitError for empty, duplicate, strided or read-only parameters and for hyperparameters outside their range, ShapeError for a
     ``grad`` that was set to an array of another shape, dtype or device.
     """
 
     columns: ClassVar[tuple[str, ...]]
 
-    def __init__(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], defaults: Group) -> None:
+    def __init__(self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], defaults: Group, write_fp8_weights: bool = False) -> None:
         name = type(self).__name__
+        self.write_fp8_weights = flag(name, "write_fp8_weights", write_fp8_weights)
         given = listed(name, "params", params, "tensors, such as model.parameters(), or dicts of them")
         groups: list[Mapping[str, Any]] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.param_groups: list[Group] = []
@@ -204,6 +214,7 @@ class Optimizer:
             batches[key].entries.append(Entry(param.view, grad, state, hyper[-1]))
         for batch in batches.values():
             batch.columns(*self.slots((0.0, *batch.hyper, 0.0)))  # what may fail for want of memory, before the step counts
+        write_derived = renewing([param for param, *_ in taking]) if self.write_fp8_weights else None
         counted: list[_Counter] = []
         updated: set[int] = set()
         try:
@@ -220,6 +231,8 @@ class Optimizer:
             raise
         for param, *_ in taking:
             param.version().count += 1
+        if write_derived is not None:
+            write_derived()
 
     def _held(self) -> tuple[list[str], captured.Read, object]:
         """What a captured graph would not see change, as ``captured.hold`` takes it. An ``lr`` that is an array is read where it lies."""

@@ -23,18 +23,18 @@ class SGD(Optimizer):
         b = g at the parameter's first step, then momentum b + (1 - dampening) g
         w = w - lr (g + momentum b with nesterov, else b)
 
-    ``params``, ``lr``, masters and errors: see ``Optimizer``. b (``momentum_buffer``) is float32; without momentum there is none, and
-    b = g. ``nesterov`` needs a momentum and no dampening.
+    ``params``, ``lr``, ``write_fp8_weights``, masters and errors: see ``Optimizer``. b (``momentum_buffer``) is float32; without momentum
+    there is none, and b = g. ``nesterov`` needs a momentum and no dampening.
     """
 
     columns = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[Mapping[str, Any]], lr: float = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
-        weight_decay: float = 0.0, nesterov: bool = False,
+        weight_decay: float = 0.0, nesterov: bool = False, write_fp8_weights: bool = False,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov})
+        own = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, own, write_fp8_weights)
 
     def flat(self, group: Mapping[str, Any]) -> Hyper:
         momentum, nesterov = number("SGD", "momentum", group["momentum"]), group["nesterov"]

@@ -177,15 +177,18 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
     floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid, rows_aligned<16>(bias, p * F), shifts[p]);
   float amax = 0.0f;
 
+  Eight<T> in[PARTS][4];  // of the tile; where a row has been used, the same row of the next tile is fetched
+  const auto fetch = [&](int k, i64 t) {
+    const Place at = place(t, column_tile);
+    const int here = t < first_tile + tiles && at.row + k < M ? valid : 0;
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
+  };
+#pragma unroll
+  for (int k = 0; k < 4; ++k) fetch(k, first_tile);
   for (i64 t = first_tile; t < first_tile + tiles; ++t) {
     const Place at = place(t, column_tile);
-    Eight<T> in[PARTS][4];
     u32 codes[4][2];
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int p = 0; p < PARTS; ++p)
-        in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, at.row + k < M ? valid : 0, wide);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float v[8];
@@ -195,6 +198,7 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
         if (PARTS == 2) v[j] *= ACT::factor(value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j], params);
         v[j] = at.row + k < M ? v[j] : 0.0f;
       }
+      fetch(k, t + 1);
       const Eight<T> out = rounded8<T>(v);
       if (y != nullptr && at.row + k < M) write8(y + (at.row + k) * F + at.column, valid, wide_y, out);
 #pragma unroll

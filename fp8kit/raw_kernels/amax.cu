@@ -1,6 +1,6 @@
-// Reductions of a matrix: the largest magnitude, whole and by tiles, and the last step of column sums.
+// Reductions of a matrix: the largest magnitude, whole, by tiles and of many, and the last step of column sums.
 //
-// functions: amax_tensor, amax_tiles, column_sums
+// functions: amax_tensor, amax_tiles, amax_many, column_sums
 // variants: T=f32,bf16,f16,f64
 #include "common.cuh"
 
@@ -50,6 +50,34 @@ extern "C" __global__ void __launch_bounds__(256) amax_tiles(const T* x, float* 
     top = warp_max(top);
     if (lane == 0) atomic_amax(amax + tile, top);
   }
+}
+
+constexpr int AMAX_TENSORS = 128, AMAX_PIECE = 16384;
+
+struct AmaxTable {
+  const T* x[AMAX_TENSORS];
+  float* amax[AMAX_TENSORS];
+  i64 size[AMAX_TENSORS];
+  u32 first[AMAX_TENSORS];
+};
+
+// amax[t][0] = max(amax[t][0], max|x[t]|); a block takes AMAX_PIECE elements of one tensor.
+extern "C" __global__ void __launch_bounds__(256) amax_many(i64 count, const __grid_constant__ AmaxTable table) {
+  __shared__ float shared[32];
+  constexpr int W = 16 / sizeof(T) * 2;
+  const int t = tensor_of(table.first, count);
+  const T* x = table.x[t];
+  const i64 start = (i64)(blockIdx.x - table.first[t]) * AMAX_PIECE, end = min64(start + AMAX_PIECE, table.size[t]);
+  const bool wide = rows_aligned<16>(x, 0);
+  float top = 0.0f;
+  for (i64 i = start + threadIdx.x * W; i < end; i += 256 * W) {
+    float v[W];
+    if (wide && i + W <= end) load<W>(x + i, v);
+    else load_some<W>(x + i, end - i, v);
+#pragma unroll
+    for (int j = 0; j < W; ++j) top = amax_of(top, v[j]);
+  }
+  block_amax(table.amax[t], top, shared);
 }
 
 // out[c] = sum over parts of partials[part][c], in a fixed order, rounded once. Blocks of 32 columns x 8.

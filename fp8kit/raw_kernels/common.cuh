@@ -153,3 +153,19 @@ DEVICE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 // Index of the calling thread in a one-dimensional grid, and how many there are: `for (i64 i = first(); i < n; i += step())`.
 DEVICE i64 first() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 DEVICE i64 step() { return (i64)gridDim.x * blockDim.x; }
+
+// --- lists of tensors -------------------------------------------------------------------------------------------------------
+// A launch over several tensors takes a table of them by value; tensor t's blocks are first[t] ... first[t + 1] - 1.
+
+// The tensor that the block belongs to: the last whose first block is not after it.
+DEVICE int tensor_of(const u32* first, i64 count) {
+  int low = 0, high = (int)count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first[middle] <= blockIdx.x)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}

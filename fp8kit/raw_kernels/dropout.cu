@@ -48,9 +48,10 @@ dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, 
   }
 }
 
+constexpr int AHEAD = 4;  // rows of a thread of column_sums that are on their way together
+
 // dx = dropout's gradient of dy, and the sums of its columns before rounding: partial (row blocks, N), float32. Either may be null. A
-// block of
-// 32 x 8 threads takes 256 columns of `rows` rows.
+// block of 32 x 8 threads takes 256 columns of `rows` rows.
 extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restrict__ dy, T* __restrict__ dx, float* partial, const i64* rng,
                                                               i64 M, i64 N, i64 rows, i64 column_blocks, i64 threshold, f64 factor) {
   __shared__ float of_warps[8][257];
@@ -59,15 +60,22 @@ extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restric
   const bool wide = rows_aligned<16>(dy, N), wide_dx = rows_aligned<16>(dx, N);
   const i64 end = min64(M, (row_block + 1) * rows);
   float sums[8] = {};
-#pragma unroll 2
-  for (i64 row = row_block * rows + threadIdx.y; row < end; row += 8) {
-    const i64 at = row * N + column;
-    float v[8];
-    floats8(dy + at, valid, wide, v);
-    drop8(v, rng, (u64)at, (u32)threshold, (float)factor);
+  for (i64 top = row_block * rows + threadIdx.y; top < end; top += 8 * AHEAD) {
+    Eight<T> in[AHEAD];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sums[j] += v[j];
-    if (dx != nullptr) write8(dx + at, valid, wide_dx, rounded8<T>(v));
+    for (int k = 0; k < AHEAD; ++k) in[k] = read8(dy + (top + 8 * k) * N + column, top + 8 * k < end ? valid : 0, wide);
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) {
+      if (top + 8 * k >= end) break;
+      const i64 at = (top + 8 * k) * N + column;
+      float v[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = value(in[k], j);
+      drop8(v, rng, (u64)at, (u32)threshold, (float)factor);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[j] += v[j];
+      if (dx != nullptr) write8(dx + at, valid, wide_dx, rounded8<T>(v));
+    }
   }
   if (partial == nullptr) return;
 #pragma unroll

@@ -9,19 +9,6 @@
 
 constexpr int THREADS = 256, ROUNDS = 4, PIECE = 8 * THREADS * ROUNDS;
 
-// The tensor that the block belongs to: the last whose first block is not after it.
-DEVICE int tensor_of(const u32* first, i64 count) {
-  int low = 0, high = (int)count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (first[middle] <= blockIdx.x)
-      low = middle;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 // --- optimisers ------------------------------------------------------------------------------------------------------------
 
 constexpr int STEP_TENSORS = 64;

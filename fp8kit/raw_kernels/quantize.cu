@@ -1,6 +1,6 @@
-// Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations.
+// Casts between high precision and FP8: plain, by tiles, and the layers' cast to both orientations, of one matrix or of many.
 //
-// functions: quantize_fp8, dequantize_fp8, quantize_transpose
+// functions: quantize_fp8, dequantize_fp8, quantize_transpose, quantize_transpose_many
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
 #include "fp8.cuh"
 
@@ -41,27 +41,36 @@ extern "C" __global__ void __launch_bounds__(256) quantize_fp8(const T* x, u8* q
   block_amax(amax, top, shared);
 }
 
+constexpr int DECODED = 8, AHEAD = 4;  // codes a thread decodes at a time: 16 bytes of bfloat16; and how many times ahead it reads them
+
 // x = decode(q) * scale_inv; tiles as above.
 extern "C" __global__ void __launch_bounds__(256) dequantize_fp8(const u8* q, T* x, const float* scale_inv, i64 n, i64 columns,
                                                                  i64 tile_rows, i64 tile_columns, i64 tiles) {
-  const i64 across = tiles == 1 ? 1 : columns / tile_columns + (columns % tile_columns != 0);
-  const bool wide = reinterpret_cast<u64>(x) % 16 == 0 && reinterpret_cast<u64>(q) % 16 == 0;
-  for (i64 i = first() * V; i < n; i += step() * V) {
-    const float s = scale_inv[tiles == 1 ? 0 : tile_of(i, columns, tile_rows, tile_columns, across)];
-    if (wide && i + V <= n) {
-      u32 words[V / 4];
-      load_codes<V>(q + i, words);
-      float v[V];
+  const i64 across = tiles == 1 ? 1 : columns / tile_columns + (columns % tile_columns != 0), stride = step() * DECODED;
+  const bool wide = reinterpret_cast<u64>(x) % 16 == 0 && reinterpret_cast<u64>(q) % DECODED == 0;
+  for (i64 top = first() * DECODED; top < n; top += stride * AHEAD) {
+    u32 words[AHEAD][DECODED / 4] = {};
 #pragma unroll
-      for (int j = 0; j < V / 4; ++j) {
-        float four[4];
-        decode4<FORMAT>(words[j], four);
+    for (int k = 0; k < AHEAD; ++k)
+      if (wide && top + k * stride + DECODED <= n) load_codes<DECODED>(q + top + k * stride, words[k]);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) v[4 * j + k] = four[k] * s;
+    for (int k = 0; k < AHEAD; ++k) {
+      const i64 i = top + k * stride;
+      if (i >= n) continue;
+      const float s = scale_inv[tiles == 1 ? 0 : tile_of(i, columns, tile_rows, tile_columns, across)];
+      if (wide && i + DECODED <= n) {
+        float v[DECODED];
+#pragma unroll
+        for (int j = 0; j < DECODED / 4; ++j) {
+          float four[4];
+          decode4<FORMAT>(words[k][j], four);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) v[4 * j + c] = four[c] * s;
+        }
+        store<DECODED>(x + i, v);
+      } else {
+        for (i64 j = i; j < min64(i + DECODED, n); ++j) x[j] = from_float<T>(decode<FORMAT>(q[j]) * s);
       }
-      store<V>(x + i, v);
-    } else {
-      for (i64 j = i; j < min64(i + V, n); ++j) x[j] = from_float<T>(decode<FORMAT>(q[j]) * s);
     }
   }
 }
@@ -70,21 +79,20 @@ extern "C" __global__ void __launch_bounds__(256) dequantize_fp8(const u8* q, T*
 
 constexpr int ROWS = 128, COLUMNS = 64;  // a block's tile; a thread takes 4 rows of 8 columns
 
-// x (rows, columns) into q (padded_rows, padded_columns; rows q_stride apart) and q_t (padded_columns, padded_rows; rows qt_stride
-// apart), either may be null; zero codes beyond x. amax may be null. partials: null, or float [tiles down][columns], written with each
-// tile's column sums. A one-dimensional grid of 256 threads a tile, tiles across first.
-extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv,
-                                                                     float* amax, float* partials, i64 rows, i64 columns,
-                                                                     i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride) {
+// Tile `tile`, tiles across first, of a cast by a block of 256 threads: x (rows, columns) into q (padded_rows, padded_columns; rows q_stride
+// apart) and q_t (padded_columns, padded_rows; rows qt_stride apart), either may be null; zero codes beyond x. amax may be null. partials:
+// null, or float [tiles down][columns], written with each tile's column sums.
+DEVICE void cast_tile(u32 tile, const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv, float* amax, float* partials, i64 rows,
+                      i64 columns, i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride) {
   __shared__ uint4 turned[COLUMNS][ROWS / 16];  // q_t's tile, 16 rows of x an entry, entries of column c at place ^ (c / 8)
   __shared__ float sums[8][COLUMNS];
   __shared__ float shared[32];
   const i64 across = padded_columns ? ceil_div(padded_columns, COLUMNS) : 1;
-  const i64 top_row = blockIdx.x / across * ROWS, left = blockIdx.x % across * COLUMNS;
+  const i64 top_row = tile / across * ROWS, left = tile % across * COLUMNS;
   const u32 warp = threadIdx.x / 32, group = threadIdx.x % 8, quad = threadIdx.x / 8;
   const i64 row = top_row + 4 * quad, column = left + 8 * group;
   const float s = *scale;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = __fdiv_rn(1.0f, s);
+  if (tile == 0 && threadIdx.x == 0) *scale_inv = __fdiv_rn(1.0f, s);
 
   // all loads first, so that they are under way together
   const bool wide = rows_aligned<16>(x, columns) && column + 8 <= columns;
@@ -153,8 +161,35 @@ extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x,
       float sum = 0.0f;
 #pragma unroll
       for (int w = 0; w < 8; ++w) sum += sums[w][threadIdx.x];
-      partials[blockIdx.x / across * columns + left + threadIdx.x] = sum;
+      partials[tile / across * columns + left + threadIdx.x] = sum;
     }
   }
   block_amax(amax, high, shared);
+}
+
+// A one-dimensional grid, a block a tile.
+extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv,
+                                                                     float* amax, float* partials, i64 rows, i64 columns,
+                                                                     i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride) {
+  cast_tile(blockIdx.x, x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride, qt_stride);
+}
+
+constexpr int CAST_TENSORS = 48;
+
+struct CastTable {
+  const T* x[CAST_TENSORS];
+  u8* q[CAST_TENSORS];
+  u8* q_t[CAST_TENSORS];
+  const float* scale[CAST_TENSORS];
+  float* scale_inv[CAST_TENSORS];
+  float* amax[CAST_TENSORS];
+  u32 rows[CAST_TENSORS], columns[CAST_TENSORS], padded_rows[CAST_TENSORS], padded_columns[CAST_TENSORS];
+  u32 q_stride[CAST_TENSORS], qt_stride[CAST_TENSORS], first[CAST_TENSORS];
+};
+
+// The same for a list of matrices.
+extern "C" __global__ void __launch_bounds__(256) quantize_transpose_many(i64 count, const __grid_constant__ CastTable table) {
+  const int t = tensor_of(table.first, count);
+  cast_tile(blockIdx.x - table.first[t], table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr,
+            table.rows[t], table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t], table.qt_stride[t]);
 }

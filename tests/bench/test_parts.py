@@ -10,7 +10,7 @@ import pytest
 import fp8kit as fk
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends import dispatch
-from fp8kit.bench import breakeven, gemms, memory, plots, problem, skeleton, start
+from fp8kit.bench import breakeven, gemms, memory, plots, problem, skeleton, start, steps
 from fp8kit.bench.casts import casts_part
 from fp8kit.bench.parts import NATIVE
 from fp8kit.bench.problem import native
@@ -208,6 +208,17 @@ def test_a_long_round_is_not_repeated():
     assert times["slow"][0] >= 0.2
 
 
+# --- training steps ---------------------------------------------------------------------------------------------------
+
+
+def test_steps_with_and_without(monkeypatch):
+    rows = steps.steps_part(QUICK)
+    assert len(rows) == 3 * 2 * len(SMALL.layers)
+    assert {row["status"] for row in rows} == {"ok"}
+    assert all(row["ratio"] > 0 and row["gpu_ms"] > 0 for row in rows)
+    assert {row["status"] for row in steps.steps_part(QUICK.within(-1))} == {"left out: no time"}
+
+
 # --- the start, casts, pictures ---------------------------------------------------------------------------------------
 
 
@@ -261,5 +272,5 @@ def test_pictures(tmp_path):
 
 
 def test_every_part_has_a_name_and_says_what_it_does():
-    assert len({part.name for part in NATIVE}) == len(NATIVE) == 11
+    assert len({part.name for part in NATIVE}) == len(NATIVE) == 12
     assert all(part.about for part in NATIVE)

@@ -25,13 +25,14 @@ RECIPES = {
 class Step:
     """A model, its optimiser, and one step of training; the learning rate lies on the device."""
 
-    def __init__(self, device: str, recipe: Any) -> None:
+    def __init__(self, device: str, recipe: Any, write: bool = False) -> None:
         nn.manual_seed(3)
         self.first = nn.LayerNormLinear(32, 48, params_dtype="bfloat16", device=device)
         self.drop = nn.Dropout(0.25)
         self.second = nn.LayerNormMLP(48, 64, params_dtype="bfloat16", device=device)
         self.lr = arrays.to(arrays.as_view(np.full(1, 1e-2, np.float32)), arrays.device(device))
-        self.opt = fk.optim.AdamW([*self.first.parameters(), *self.second.parameters()], lr=self.lr, weight_decay=0.1)
+        parameters = [*self.first.parameters(), *self.second.parameters()]
+        self.opt = fk.optim.AdamW(parameters, lr=self.lr, weight_decay=0.1, write_fp8_weights=write)
         self.recipe = recipe
         self.calls = 0
 
@@ -318,3 +319,21 @@ def test_refusals() -> None:
         fk.graph(lambda x: x)(np.ones(3, np.float32))
     with fk.autocast(), pytest.raises(Fp8kitError, match="graph: call: got a call within autocast"):
         fk.graph(lambda x: x)(np.ones(3, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_weights_that_the_optimiser_writes(recipe: str) -> None:
+    """Replays and eager steps in turn: what an eager step wrote does not outlive a replay."""
+    found = []
+    with fk.deterministic(True):
+        for write in (False, True):
+            step = Step("cuda", RECIPES[recipe], write)
+            graphed = fk.graph(step, warmup=WARMUP)
+            made = batches("cuda")
+            for i, (x, g) in enumerate([*made, *made]):
+                (graphed if i < 5 or i % 3 else step)(x, g.view)
+            found.append(step.state())
+    assert set(found[0]) == set(found[1])
+    for name, value in found[0].items():
+        assert_same_bits(name, found[1][name], value)

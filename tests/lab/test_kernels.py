@@ -37,8 +37,8 @@ HEAD = '#include "common.cuh"\nextern "C" __global__ void '
 REFUSED = {
     ("drop_path", "int x;"): r"override\.cu with functions none, expected extern .* functions drop_path \(as drop_path\.cu\)",
     ("drop_path", HEAD + "droppath(T* x) {}"): r"functions droppath, expected .*drop_path \(as drop_path\.cu\)",
-    ("norm_bwd", HEAD + "norm_bwd(T* x) {}"): r"override\.cu without norm_bwd_any, norm_bwd_two, expected every function that norm_bwd ta",
-    ("norm_bwd", HEAD + "norm_bwd(T* x) {}\n" + HEAD + "sum_partials(T* x) {}"): r"expected .* norm_bwd, norm_bwd_two, .*; or sum_partials",
+    ("dropout_bwd", HEAD + "column_sums(T* x) {}"): r"override\.cu without sum_partials, expected every function that dropout_bwd ta",
+    ("norm_bwd", HEAD + "norm_bwd(T* x) {}\n" + HEAD + "sum_partials(T* x) {}"): r"expected .* norm_bwd .*; or norm_bwd_any .*; or sum_pa",
     ("rope_fwd", HEAD + "rope(T* x, i64 n) {}"): r"rope: parameters 'qq', in rope\.cu they are '",
     ("add", HEAD + "add(T* a, T* b, T* out, i64 n, i64 m) {}\n" + HEAD + "plus(T* x) {}"): r"function 'plus' is not in elementwise\.cu",
     ("add", '#include "nowhere.cuh"\n' + HEAD + "add() {}"): r"header 'nowhere\.cuh' is neither in a folder of its own nor among fp8kit's",

@@ -18,10 +18,11 @@ MIN_ARCH = 89  # FP8 conversions and tensor cores start with Ada
 
 # module -> the kernels of the contract that it implements
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    "quantize": ("amax", "quantize", "dequantize", "quantize_transpose", "quantize_transpose_workspace"),
+    "quantize": ("amax", "amax_many", "quantize", "dequantize", "quantize_transpose", "quantize_transpose_many",
+                 "quantize_transpose_workspace"),
     "scales": ("scale_from_amax", "update_delayed_"),
     "gemm": ("gemm", "fp8_gemm", "gemm_workspace", "fp8_gemm_workspace"),
-    "block": ("block_quantize", "block_gemm"),
+    "block": ("block_quantize", "block_quantize_many", "block_gemm"),
     "norm": ("norm_fwd", "norm_bwd", "norm_bwd_workspace"),
     "activation": ("act_fwd", "act_bwd", "act_bwd_workspace"),
     "dropout": ("dropout_add", "dropout_bwd"),

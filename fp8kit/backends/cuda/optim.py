@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._lists import firsts, pack
 from fp8kit.backends.cuda._rows import TYPE_CODES, address, ceil_div, kernel
 from fp8kit.errors import BackendError, expected
 from fp8kit.formats import DType
@@ -27,16 +28,7 @@ _LIST = struct.Struct(f"={2 * _LIST_TENSORS}q{_LIST_TENSORS}I")
 
 def _pieces(sizes: Sequence[int]) -> tuple[list[int], int]:
     """First block of each tensor, and the number of blocks."""
-    first, blocks = [], 0
-    for size in sizes:
-        first.append(blocks)
-        blocks += ceil_div(size, _PIECE)
-    return first, blocks
-
-
-def _table(layout: struct.Struct, length: int, columns: Sequence[Sequence[Any]]) -> bytes:
-    """Columns of values packed one after the other, each filled up with zeros to ``length``."""
-    return layout.pack(*(value for column in columns for value in (*column, *(0 for _ in range(length - len(column))))))
+    return firsts(ceil_div(size, _PIECE) for size in sizes)
 
 
 def _by_dtype(xs: Sequence[ArrayView]) -> dict[DType, list[ArrayView]]:
@@ -55,7 +47,7 @@ def _lists(xs: Sequence[ArrayView]) -> Iterator[tuple[ArrayView, int, bytes, int
             part = views[start : start + _LIST_TENSORS]
             sizes = [x.size for x in part]
             first, blocks = _pieces(sizes)
-            yield part[0], len(part), _table(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)), blocks
+            yield part[0], len(part), pack(_LIST, _LIST_TENSORS, ([x.ptr for x in part], sizes, first)), blocks
 
 
 def _number(value: float | ArrayView) -> tuple[float, int]:
@@ -85,8 +77,8 @@ def _step(function: str, layout: struct.Struct, columns: Sequence[Sequence[Any]]
             sizes = [row[0].size for row in part]
             first, blocks = _pieces(sizes)
             pointers = [[address(view) for view in column] for column in list(zip(*part, strict=True))[:-1]]
-            table = _table(layout, _STEP_TENSORS, (*pointers, sizes, first, [row[-1] for row in part]))
-            arguments = (*scalars, TYPE_CODES[grad_type.name], len(part), table)
+            packed = pack(layout, _STEP_TENSORS, (*pointers, sizes, first, [row[-1] for row in part]))
+            arguments = (*scalars, TYPE_CODES[grad_type.name], len(part), packed)
             launch.launch(kernel("optim.cu", function, part[0][0]), blocks, _THREADS, arguments, stream)
 
 

@@ -1,4 +1,4 @@
-"""The contract's casts: amax, quantize, dequantize and quantize_transpose.
+"""The contract's casts: amax, quantize, dequantize and quantize_transpose, of one array or of a list.
 
 E4M3 and E5M2, rounded to nearest and saturating, take the hardware's conversion, 16 codes a thread; every other format and mode the exact
 integer path. Both give the oracle's bits.
@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda._lists import launches
+from fp8kit.backends.cuda._rows import address
 from fp8kit.backends.protocol import Cast
-from fp8kit.formats import E4M3, E5M2, Format, float64
+from fp8kit.formats import E4M3, E5M2, DType, Format, float64
 
 _FORMAT_NAMES = {"E4M3": "e4m3", "E5M2": "e5m2"}
 _THREADS = 256
 _VECTOR = 16
+_DECODED = 8 * 4  # codes that a thread of dequantize_fp8 takes at a time
 _TILE_ROWS, _TILE_COLUMNS = 128, 64  # of quantize_transpose's blocks
 _CHUNK = 8192  # elements of a tile that one warp of amax_tiles takes
+# lists (amax.cu, quantize.cu: the tables' layouts are mirrored there)
+_AMAX_TENSORS, _AMAX_PIECE = 128, 16384
+_AMAXES = struct.Struct(f"={3 * _AMAX_TENSORS}q{_AMAX_TENSORS}I")
+_CAST_TENSORS = 48
+_CASTS = struct.Struct(f"={6 * _CAST_TENSORS}q{7 * _CAST_TENSORS}I")
 
 
 def format_name(fmt: Format) -> str | None:
@@ -79,6 +88,19 @@ def amax(x: ArrayView, amax: ArrayView, tile: tuple[int, int], stream: int) -> N
     launch.launch(kernel, launch.blocks(warps, _THREADS // 32, index), _THREADS, args, stream)
 
 
+def amax_many(xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int) -> None:
+    """See ``backends.protocol``. One launch for every 128 tensors of a type."""
+    kinds: dict[DType, list[tuple[ArrayView, ArrayView]]] = {}
+    for x, most in zip(xs, amaxes, strict=True):
+        if x.size:
+            kinds.setdefault(x.dtype, []).append((x, most))
+    for kind, pairs in kinds.items():
+        kernel = launch.kernel("amax.cu", "amax_many", pairs[0][0].device.index, T=launch.type_name(kind))
+        rows = [(x.ptr, most.ptr, x.size) for x, most in pairs]
+        for count, packed, blocks in launches(_AMAXES, _AMAX_TENSORS, rows, [-(-x.size // _AMAX_PIECE) for x, _ in pairs]):
+            launch.launch(kernel, blocks, _THREADS, (count, packed), stream)
+
+
 def quantize(x: ArrayView, q: ArrayView, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None, format: Format,
              tile: tuple[int, int], saturate: bool, rng: ArrayView | None, stream: int) -> None:
     """See ``backends.protocol``."""
@@ -115,7 +137,7 @@ def dequantize(q: ArrayView, x: ArrayView, scale_inv: ArrayView, format: Format,
         return
     if fast is not None:
         kernel = launch.kernel("quantize.cu", "dequantize_fp8", index, T=name, FORMAT=fast)
-        grid = launch.blocks(n, _THREADS * _VECTOR, index)
+        grid = launch.blocks(n, _THREADS * _DECODED, index)
         launch.launch(kernel, grid, _THREADS, (q.ptr, x.ptr, scale_inv.ptr, n, columns, height, width, tiles), stream)
         return
     kernel = launch.kernel("quantize_any.cu", "dequantize_any", index, T=name)
@@ -141,6 +163,24 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     if dbias is not None:
         sums = launch.kernel("amax.cu", "column_sums", index, T=name)
         launch.launch(sums, -(-columns // 32), (32, 8), (partials, dbias.ptr, -(-rows // _TILE_ROWS), columns), stream)
+
+
+def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
+    """See ``backends.protocol``. One launch for every 48 matrices of a type and a format."""
+    kinds: dict[tuple[DType, str], list[tuple[ArrayView, Cast]]] = {}
+    for x, cast in zip(xs, casts, strict=True):
+        kinds.setdefault((x.dtype, _FORMAT_NAMES[cast.format.name]), []).append((x, cast))
+    for (kind, fmt), pairs in kinds.items():
+        rows, blocks = [], []
+        for x, cast in pairs:
+            q, q_t = cast.q, cast.q_t
+            down, across = q.shape if q is not None else (q_t.shape[1], q_t.shape[0])  # type: ignore[union-attr]
+            pitches = (0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t))
+            rows.append((x.ptr, *map(address, (q, q_t, cast.scale, cast.scale_inv, cast.amax)), *x.shape, down, across, *pitches))
+            blocks.append(max(-(-down // _TILE_ROWS) * -(-across // _TILE_COLUMNS), 1))
+        kernel = launch.kernel("quantize.cu", "quantize_transpose_many", pairs[0][0].device.index, T=launch.type_name(kind), FORMAT=fmt)
+        for count, packed, total in launches(_CASTS, _CAST_TENSORS, rows, blocks):
+            launch.launch(kernel, total, _THREADS, (count, packed), stream)
 
 
 def quantize_transpose_workspace(rows: int, columns: int) -> int:

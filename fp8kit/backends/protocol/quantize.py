@@ -53,6 +53,9 @@ class Quantization(Protocol):
         """amax[i, j] = max(amax[i, j], max|x| over tile (i, j)). x: h or float64, as float32 (M, N). tile: (rows, columns) of a tile;
         (M, N) is per tensor, (1, N) per row. amax: float32, ceil(M / rows) * ceil(N / columns) elements."""
 
+    def amax_many(self, xs: Sequence[ArrayView], amaxes: Sequence[ArrayView], stream: int) -> None:
+        """amaxes[i] = max(amaxes[i], max|xs[i]|) for every tensor. xs: h, of any shape; amaxes: float32 [1], which may repeat."""
+
     def scale_from_amax(
         self,
         amax: ArrayView,
@@ -115,6 +118,10 @@ class Quantization(Protocol):
     def quantize_transpose_workspace(self, rows: int, columns: int) -> int:
         """Bytes of ``quantize_transpose``'s workspace when it has a dbias."""
 
+    def quantize_transpose_many(self, xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
+        """``quantize_transpose``, without a dbias, of every x into the cast at its place. Casts may share scale, scale_inv and amax:
+        those of the parts of one weight, whose codes lie in one buffer."""
+
     def block_quantize(
         self,
         x: ArrayView,
@@ -136,3 +143,18 @@ class Quantization(Protocol):
         Tile (1, 128) runs along the contraction: q has a scale for 128 neighbours of a row of x, q_t, cast from x as well, one for 128
         neighbours of a column. Tile (128, 128): q_t is q transposed. Layouts (cuBLASLt's), of an operand (R, Kp): tile (1, 128): float32
         (Kp / 128, R); tile (128, 128): float32 (ceil(R / 128), Kp / 128 up to 4). Every element is written, 1 for a tile outside x."""
+
+    def block_quantize_many(
+        self,
+        xs: Sequence[ArrayView],
+        qs: Sequence[ArrayView | None],
+        scale_invs: Sequence[ArrayView | None],
+        q_ts: Sequence[ArrayView | None],
+        scale_inv_ts: Sequence[ArrayView | None],
+        format: Format,
+        tile: tuple[int, int],
+        power_2: bool,
+        epsilon: float,
+        stream: int,
+    ) -> None:
+        """``block_quantize`` of every x into the arrays at its place."""

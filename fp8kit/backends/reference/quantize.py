@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -213,6 +214,12 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     if dbias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             dbias.numpy()[...] = np.add.reduce(sums, axis=0).astype(dbias.dtype.numpy)
+
+
+def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
+    """See ``Kernels.quantize_transpose_many``."""
+    for x, cast in zip(xs, casts, strict=True):
+        quantize_transpose(x, cast, None, None, stream)
 
 
 def quantize_transpose_workspace(rows: int, columns: int) -> int:

@@ -92,6 +92,31 @@ def _quantize(dtype: DType, shape: Tile, tile: Tile, fmt: Format = E4M3, power_2
     return run
 
 
+def _quantize_many(tile: Tile, count: int) -> Callable[[Kernels, Device], None]:
+    """Matrices of all types in one call; every fifth in one orientation."""
+
+    def run(kernels: Kernels, device: Device) -> None:
+        kinds = [HIGH_PRECISION[i % 3] for i in range(count)]
+        xs = [sample(*SHAPES[i % len(SHAPES)], kind) for i, kind in enumerate(kinds)]
+        qs, scales, q_ts, scale_ts = columns = [], [], [], []  # type: tuple[list[Any], list[Any], list[Any], list[Any]]
+        wants = []
+        for i, (x, kind) in enumerate(zip(xs, kinds, strict=True)):
+            both = [operand(np.ascontiguousarray(side), tile, E4M3, True, 0.0, kind.max) for side in (x, x.T)]
+            wants.append(both)
+            for at, (codes, layout, _) in enumerate(both):
+                there = x.size and i % 5 != at
+                columns[2 * at].append(poisoned(codes.shape, uint8, device) if there else None)
+                columns[2 * at + 1].append(poisoned(layout.shape, float32, device) if there else None)
+        kernels.block_quantize_many([put(x, device) for x in xs], qs, scales, q_ts, scale_ts, E4M3, tile, True, 0.0, 0)
+        for i, both in enumerate(wants):
+            for at, (codes, layout, _) in enumerate(both):
+                if columns[2 * at][i] is not None:
+                    assert_same_bits(f"codes {at} of {i}", get(columns[2 * at][i]), codes)
+                    assert_same_bits(f"scales {at} of {i}", get(columns[2 * at + 1][i]), layout)
+
+    return run
+
+
 def _gemm(dtype: DType, sizes: tuple[int, int, int], a_tile: Tile = LINE, b_tile: Tile = SQUARE, a_format: Format = E4M3,
           b_format: Format = E4M3, power_2: bool = True, bias: bool = False, accumulate: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
@@ -134,6 +159,7 @@ CASES = [
     *table("block_quantize", {f"{d.name}-{NAMES[t]}-{f}-float-scales": _quantize(d, (150, 300), t, f, power_2=False, epsilon=2.0**-20)
                               for d in HIGH_PRECISION for t in NAMES for f in (E4M3, E5M2)}),
     *table("block_quantize", {f"{NAMES[t]}-{w}-only": _quantize(bfloat16, (144, 200), t, wanted=w) for t in NAMES for w in ("q", "q_t")}),
+    *table("block_quantize_many", {f"{NAMES[t]}-{n}": _quantize_many(t, n) for t in NAMES for n in (1, 200)}),
     *table("block_gemm", {f"{d.name}-{NAMES[a]}-{NAMES[b]}-{'x'.join(map(str, s))}": _gemm(d, s, a, b)
                           for d in HIGH_PRECISION for a, b in _TILES for s in SIZES}),
     *table("block_gemm", {f"{d.name}-{f}-{g}": _gemm(d, (48, 160, 256), a_format=f, b_format=g)

@@ -170,6 +170,7 @@ def _repeatable(kernels: Kernels, device: Device) -> None:
 
 
 WIDE = (2053, 9001)  # rows of thousands, no multiple of anything
+WHOLE = (136, 768, 2048, 4096, 8192)  # and of vectors
 
 CASES = [
     *table("norm_fwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _fwd(d, k, s) for d in HIGH_PRECISION for k in ALL for s in SIZES}),
@@ -187,10 +188,13 @@ CASES = [
     *table("norm_fwd", {f"{d.name}-{k}-cast-zero_centered": _fwd_cast(d, k, (33, 40), E4M3, (15, 8), True, True, True)
                         for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_fwd", {f"{d.name}-{k}-3x{n}": _fwd(d, k, (3, n), True) for d in HIGH_PRECISION for k in NORMS for n in WIDE}),
+    *table("norm_fwd", {f"{d.name}-{k}-cast-33x{n}": _fwd_cast(d, k, (33, n), E4M3, (15, 16 * (n == 768)), True, True)
+                        for d in HIGH_PRECISION for k in NORMS for n in WHOLE}),
     *table("norm_bwd", {f"{d.name}-{k}-{s[0]}x{s[1]}": _bwd(d, k, s) for d in HIGH_PRECISION for k in ALL for s in SIZES}),
     *table("norm_bwd", {f"{d.name}-{k}-residual-zero_centered": _bwd(d, k, (70, 48), True, True) for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_bwd", {f"{d.name}-{k}-dx-is-{a}": _bwd(d, k, (17, 40), residual=True, alias=a) for d in HIGH_PRECISION for k in ALL
                         for a in ("dy", "residual")}),
     *table("norm_bwd", {f"{d.name}-{k}-3x{n}": _bwd(d, k, (3, n), True, True) for d in HIGH_PRECISION for k in NORMS for n in WIDE}),
+    *table("norm_bwd", {f"{d.name}-{k}-33x{n}": _bwd(d, k, (33, n), True, True) for d in HIGH_PRECISION for k in NORMS for n in WHOLE}),
     *table("norm_bwd", {"repeatable": _repeatable}),
 ]

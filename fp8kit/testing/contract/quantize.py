@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8kit import codec, formats
-from fp8kit.arrays import Device
+from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.protocol import Cast, Kernels
 from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
@@ -108,6 +108,21 @@ def _run_amax_tiny(kernels: Kernels, device: Device) -> None:
     found = put(np.zeros(4, np.float32), device)
     kernels.amax(put(np.array([[1e-46], [-1e-45], [1e-40], [1e300]]), device), found, (1, 1), 0)
     assert_same_bits("amax", get(found), np.array([0, 2.0**-149, 1e-40, np.inf], np.float32))
+
+
+def _run_amax_many(kernels: Kernels, device: Device, count: int) -> None:
+    """Tensors of all types in one call; the last three share a running maximum."""
+    shapes = ((1,), (33, 65), (5, 1000), (20000,), (0, 8), (3, 4, 5))
+    xs = [_sample(1, int(np.prod(shapes[i % 6])), H[i % 3], i).reshape(shapes[i % 6]) for i in range(count)]
+    for x in xs:
+        x[np.isinf(x.astype(np.float64))] = 1
+    found = put(np.linspace(0, 9, count - 2).astype(np.float32), device)
+    places = [min(i, count - 3) for i in range(count)]
+    kernels.amax_many([put(x, device) for x in xs], [found.slice(0, at, 1) for at in places], 0)
+    want = np.linspace(0, 9, count - 2).astype(np.float32)
+    for x, at in zip(xs, places, strict=True):
+        want[at] = _amax(x.reshape(1, -1), (1, max(x.size, 1)), want[at])[0]
+    assert_same_bits("amaxes", get(found), want)
 
 
 # --- scales -------------------------------------------------------------------------------------------------------------------
@@ -256,6 +271,42 @@ def _run_transpose(kernels: Kernels, device: Device, fmt: Format, dtype: DType, 
         assert_close("dbias", get(sums), exact.sum(0), dtype, sum_slack(np.abs(exact).sum(0), m))
 
 
+def _run_transposes(kernels: Kernels, device: Device, count: int) -> None:
+    """Matrices of all types and both formats in one call, among them a weight in three parts whose codes lie in one buffer."""
+    shapes = ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (0, 70))
+    xs = [_sample(*shapes[i % 6], H[i % 3], i) for i in range(count)]
+    parts = [_sample(n, 48, formats.bfloat16, n) for n in (32, 80, 20)]
+    scales, scale = _scales(count), _scales(1)
+    casts, wants = [], []
+    for i, x in enumerate(xs):
+        fmt, (m, n) = (E4M3, E5M2)[i // 3 % 2], (_pad16(k) for k in x.shape)
+        side, turned = (poisoned(shape, formats.uint8, device) if i % 7 != at else None for at, shape in enumerate(((m, n), (n, m))))
+        with np.errstate(over="ignore", invalid="ignore"):
+            codes = np.zeros((m, n), np.uint8)
+            codes[: x.shape[0], : x.shape[1]] = codec.encode(_float32(x) * scales[i], fmt)
+        amax = put(np.zeros(1, np.float32), device) if i % 5 else None
+        casts.append(Cast(fmt, side, turned, put(scales[i : i + 1], device), poisoned((1,), formats.float32, device), amax))
+        wants.append((codes, _amax(x, _tile(WHOLE, x.shape))))
+    q, q_t = poisoned((144, 48), formats.uint8, device), poisoned((48, 144), formats.uint8, device)
+    shared = put(scale, device), poisoned((1,), formats.float32, device), put(np.zeros(1, np.float32), device)
+    for start, rows in ((0, 32), (32, 80), (112, 32)):
+        casts.append(Cast(E4M3, q.slice(0, start, rows), q_t.slice(1, start, rows), *shared))
+    kernels.quantize_transpose_many([put(x, device) for x in (*xs, *parts)], casts, 0)
+    for i, ((codes, found), cast) in enumerate(zip(wants, casts, strict=False)):
+        sides: list[tuple[str, ArrayView | None, Array]] = [("q", cast.q, codes), ("q_t", cast.q_t, codes.T), ("amax", cast.amax, found)]
+        for name, made, right in sides:
+            if made is not None:
+                assert_same_bits(f"{name} of {i}", get(made), np.ascontiguousarray(right))
+        assert_same_bits(f"scale_inv of {i}", get(cast.scale_inv), np.float32(1) / scales[i : i + 1])
+    whole = np.concatenate(parts)
+    with np.errstate(over="ignore", invalid="ignore"):
+        codes = np.concatenate([codec.encode(_float32(whole) * scale, E4M3), np.zeros((12, 48), np.uint8)])
+    assert_same_bits("q of parts", get(q), codes)
+    assert_same_bits("q_t of parts", get(q_t), np.ascontiguousarray(codes.T))
+    assert_same_bits("scale_inv of parts", get(shared[1]), np.float32(1) / scale)
+    assert_same_bits("amax of parts", get(shared[2]), _amax(whole, _tile(WHOLE, whole.shape)))
+
+
 def _cases() -> Iterator[Case]:
     def case(kernel: str, name: str, run: Callable[..., None], *arguments: Any, **options: Any) -> Case:
         return Case(kernel, name, lambda kernels, device: run(kernels, device, *arguments, **options))
@@ -269,6 +320,10 @@ def _cases() -> Iterator[Case]:
             yield case("amax", f"{dtype.name}-{name}", _run_amax, dtype, (130, 300), tile)
         yield case("amax", f"{dtype.name}-specials", _run_amax_specials, dtype)
     yield case("amax", "float64-tiny", _run_amax_tiny)
+    for count in (3, 300):
+        yield case("amax_many", str(count), _run_amax_many, count)
+    for count in (1, 210):
+        yield case("quantize_transpose_many", str(count), _run_transposes, count)
     for power_2 in (False, True):
         for fp8_max, epsilon, for_inf in ((448.0, 0.0, _MAX), (57344.0, 1e-6, _MAX), (448.0, 0.0, 65504.0)):
             name = f"{fp8_max:g}-eps{epsilon:g}-inf{for_inf:.3g}{'-power2' if power_2 else ''}"
