@@ -1,14 +1,87 @@
-"""Memory for temporaries: what an operation writes and reads within one call, kept by the thread for the next call."""
+"""Memory of one call: temporaries that the thread keeps for the next call, and large buffers that come late and go early.
+
+An operation's backward reads much that forward saved, and writes much that it reads once. Where that is much memory, each large buffer is
+made when the operation first asks for it (``Buffers``), and goes back to its allocator as soon as the operation is ``done`` with it: what
+still reads it is on the stream already, and whoever gets the memory next writes to it behind that. Small calls have their buffers in one
+piece of memory, since there a call to the allocator counts for more than the bytes.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from fp8kit import arrays
-from fp8kit.arrays import Device
+from fp8kit.arrays import ArrayView, Device
+
+MUCH = 256 << 20  # bytes: what belongs together and is more lies apart, so that each buffer comes and goes by itself
+LARGE = 16 << 20  # bytes of a buffer that is worth it
+
+
+def nbytes_of(meta: Any) -> int:
+    """Bytes of an array of ``meta.shape`` and ``meta.dtype``."""
+    return int(math.prod(meta.shape) * meta.dtype.itemsize)
+
+
+def large(metas: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``metas``, shapes and dtypes by name, that come and go by themselves: the large ones of many bytes, but for those that the
+    door fills (``zero``)."""
+    if sum(map(nbytes_of, metas.values())) <= MUCH:
+        return {}
+    return {name: meta for name, meta in metas.items() if nbytes_of(meta) >= LARGE and not meta.zero}
+
+
+class Buffers(dict[str, ArrayView | None]):
+    """Buffers by name: those that are ``there``, and those of ``metas``, by name, each made by ``make(meta)`` when it is first asked for,
+    contents undefined. A buffer that the operation is ``done`` with is None."""
+
+    __slots__ = ("make", "metas")
+
+    def __init__(self, there: Mapping[str, ArrayView], metas: Mapping[str, Any], make: Callable[[Any], ArrayView]) -> None:
+        super().__init__(there)
+        self.metas, self.make = metas, make
+
+    def __missing__(self, name: str) -> ArrayView:
+        view = self[name] = self.make(self.metas[name])
+        return view
+
+    def whole(self) -> None:
+        """Make what nobody has asked for."""
+        for name in self.metas:
+            self[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The buffer of that name, ``default`` where there is none."""
+        return self[name] if name in self or name in self.metas else default
+
+
+def done(views: Mapping[str, ArrayView | None], *names: str) -> None:
+    """The operation needs those buffers no longer, once all that it has put on the stream has run. Names that are not there are passed
+    over. No variable of the operation may hold them, or they stay."""
+    if type(views) is Buffers:
+        for name in names:
+            if name in views:
+                views[name] = None
+
+
+def idle(views: Mapping[str, ArrayView | None], *names: str) -> None:
+    """As ``done``, but the operation may ask for the buffers again: it gets others, contents undefined."""
+    if type(views) is Buffers:
+        for name in names:
+            if name in views.metas:
+                views.pop(name, None)
+
+
+def taken(views: Mapping[str, ArrayView | None], names: Iterable[str]) -> Mapping[str, ArrayView | None]:
+    """Those buffers, out of ``views``: who is ``done`` with them then holds the last."""
+    found = {name: views[name] for name in names}
+    if type(views) is not Buffers:
+        return found
+    done(views, *found)
+    return Buffers(found, {}, views.make)  # type: ignore[arg-type]
 
 
 class Room:

@@ -71,9 +71,13 @@ class Operation:
 
     Faces take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is neither computed nor saved
     without it. Inputs that are absent are None or left out.
+
+    ``early``: the operation asks for a large buffer where it first needs it and says when it is ``done`` with it (``fp8kit.scratch``), so a
+    door may let each come and go by itself; of such views it takes one by its name only, and holds none in a variable longer than it must.
     """
 
     name: ClassVar[str]
+    early: ClassVar[bool] = False
 
     def infer(self, spec: Any, metas: Metas, needs: frozenset[str]) -> Signature:
         """Shapes, dtypes and the saved list; ShapeError or FormatError for wrong input. Touches no data."""

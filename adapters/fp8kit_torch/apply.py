@@ -72,11 +72,8 @@ class _Short(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, wiring: Wiring, fused: Fused | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, _, block = ready.forward(tensors, wiring.scales, wiring.front)
-        kept = [outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept]
-        if block is not None:
-            kept.append(block)
-        ctx.save_for_backward(*kept)
+        outputs, _, held = ready.forward(tensors, wiring.scales, wiring.front, True)
+        ctx.save_for_backward(*[outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept], *held)
         ctx.ready, ctx.wiring, ctx.fused = ready, wiring, fused
         ctx.set_materialize_grads(False)
         return (*outputs, *(tensors[i] for i in ready.through))
@@ -85,13 +82,17 @@ class _Short(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
-        kept, block = (saved[:-1], saved[-1]) if ready.saved.parts else (saved, None)
+        count = len(ready.kept)
+        kept, held = saved[:count], list(saved[count:])
         if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
             finish_backward(*wiring.ticket)
         into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
         # a layer with ``fp8_grad`` gives its input's gradient in FP8
         plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
-        made, _ = ready.backward(kept, block, plain, wiring.late, wiring.back, into)
+        if ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on ``held`` alone holds what forward saved
+            del saved
+            ctx.maybe_clear_saved_tensors()
+        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
         found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
         for i, grad in zip(ready.wanted, made, strict=True):
             found[3 + i] = grad

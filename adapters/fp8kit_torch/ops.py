@@ -57,9 +57,9 @@ def make(name: str) -> tuple[Any, Any]:
     def forward(inputs: Sequence[Tensor], scale: Tensor | None, late: Sequence[Tensor], call: str, needs: str, recipe: str) -> list[Tensor]:
         found, tensors = call_by(call), _tidy(inputs)
         ready = found.ready(tensors, _needs(needs))
-        outputs, row, block = ready.forward(tensors, _scales(found, ready, scale), None)
+        outputs, row, held = ready.forward(tensors, _scales(found, ready, scale), None)
         copies = [tensors[found.names.index(source)].clone() for source in ready.signature.passes.values()]
-        return [*outputs, *copies, *(t for t in (row, block) if t is not None)]
+        return [*outputs, *copies, *([] if row is None else [row]), *held]
 
     @forward.register_fake
     def _(inputs: Sequence[Tensor], scale: Tensor | None, late: Sequence[Tensor], call: str, needs: str, recipe: str) -> list[Tensor]:
@@ -81,9 +81,9 @@ def make(name: str) -> tuple[Any, Any]:
         ready = found.ready_for(sizes, dtypes, wanted, cotangents[0].device)
         given = iter(cotangents)
         arrived = [next(given) if mark == "1" else None for mark in there]
-        inner, block = _tidy(kept[: len(ready.kept)]), kept[len(ready.kept)] if len(kept) > len(ready.kept) else None
+        inner, held = _tidy(kept[: len(ready.kept)]), list(kept[len(ready.kept) :])
         scales = scale_views(found.back, late[0], ready.place) if late else {}
-        grads, row = ready.backward(inner, block, arrived, scales, None)
+        grads, row = ready.backward(inner, held, arrived, scales, None)
         own = dict(zip(wanted, grads, strict=True))
         return [*(own[n] for n in wanted if n in ready.signature.grads), *([] if row is None else [row])]  # type: ignore[list-item]
 

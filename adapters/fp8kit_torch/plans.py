@@ -3,14 +3,15 @@
 A ``Call`` is what is static: an operation, its spec, the names of its inputs. A ``Ready`` is a call for certain shapes: its plan and where
 everything lies. Both ways into an operation, the eager one and the ops that torch.compile sees, run through them: the same bits.
 
-What forward saves for backward is one block of bytes. The amaxes of a layer's operands, forward or backward, are float32 slots in the
-order of its ``ScalingState``: the state's own row, or one small tensor.
+What forward saves for backward is one block of bytes, and, in an eager call that saves much, a tensor for each large buffer
+(``fp8kit.scratch``), so that backward can give it back early. The amaxes of a layer's operands, forward or backward, are float32 slots in
+the order of its ``ScalingState``: the state's own row, or one small tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.products import product_of
 from fp8kit.ops.split_heads import split_heads
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
-from fp8kit.scratch import Scratch
+from fp8kit.scratch import Buffers, Scratch, large
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import dtype_of, kind_of
@@ -43,10 +44,12 @@ _ARGUMENTS = {"attention": _LAYERS, "cached_attention": _LAYERS, "linear": _PARA
               "cross_entropy": {"logits": "inp", "targets": "target"}}
 _OUTPUTS = {"attention": ("o",), "cross_entropy": ("loss",)}  # of operations that have another than "y"
 Views = dict[str, ArrayView]
+Make = Callable[[Meta], ArrayView]
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
 _SCALAR = Meta((1,), float32)
 _NOWHERE: Mapping[str, Tensor] = {}
+_NEVER: Mapping[str, Meta] = {}
 
 
 def _memory(nbytes: int, device: Device) -> tuple[int, Tensor]:
@@ -58,14 +61,17 @@ _SCRATCH = Scratch(_memory)
 
 
 class Block:
-    """Buffers that live and die together, laid out in one tensor of bytes."""
+    """Buffers that live and die together, laid out in one tensor of bytes. With ``make`` the large ones lie ``apart``, made by it."""
 
-    __slots__ = ("parts", "size")
+    __slots__ = ("apart", "make", "parts", "size")
 
-    def __init__(self, metas: Mapping[str, Meta]) -> None:
+    def __init__(self, metas: Mapping[str, Meta], make: Make | None = None) -> None:
         self.size: Any = 0
         self.parts: list[tuple[str, int, Shape, DType]] = []
+        self.make, self.apart = make, {} if make is None else large(metas)
         for name, meta in metas.items():
+            if name in self.apart:
+                continue
             self.parts.append((name, self.size, meta.shape, meta.dtype))
             self.size += (math.prod(meta.shape) * meta.dtype.itemsize + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
@@ -73,11 +79,24 @@ class Block:
         """The buffers by name in ``memory``, uint8 (size,)."""
         return self._laid(memory.data_ptr(), memory, device)
 
+    def opened(self, held: list[Tensor], device: Device) -> Views:
+        """The buffers by name in what ``Ready.forward`` gave, and nowhere else: the list is empty then."""
+        views = self.carve(held[0], device) if self.parts else {}
+        if self.apart:
+            own = zip(self.apart.items(), held[-len(self.apart) :], strict=True)
+            views = Buffers(views | {name: view_of(tensor, meta, device) for (name, meta), tensor in own}, {}, self.make)
+        held.clear()
+        return views
+
     def room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
         """Buffers for one operation's temporaries on ``stream``, not to be changed. ``kept``: those in the thread's ``fp8kit.scratch``; but
         fresh ones on the CPU, and while a graph is captured, which may be replayed beside what the thread does later."""
-        if not self.parts:
-            return {}
+        if self.apart:
+            return Buffers(self._room(device, where, stream, kept) if self.parts else {}, self.apart, self.make)
+        return self._room(device, where, stream, kept) if self.parts else {}
+
+    def _room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
+        """The buffers that do not lie apart."""
         if not kept or device.kind == "cpu" or torch.cuda.is_current_stream_capturing():
             return self.carve(torch.empty(self.size, dtype=torch.uint8, device=where), device)
         room = _SCRATCH.room(self.size, device, stream)
@@ -89,6 +108,16 @@ class Block:
 
     def _laid(self, start: int, owner: object, device: Device) -> Views:
         return {name: ArrayView(start + offset, shape, kind, device, owner) for name, offset, shape, kind in self.parts}
+
+
+def view_of(tensor: Tensor, meta: Meta, device: Device) -> ArrayView:
+    """A tensor as what ``meta`` says."""
+    return ArrayView(tensor.data_ptr(), meta.shape, meta.dtype, device, tensor)
+
+
+def maker(where: torch.device, device: Device) -> Make:
+    """A function that allocates an array of a meta there."""
+    return lambda meta: view_of(torch.empty(meta.shape, dtype=dtype_of(meta.dtype), device=where), meta, device)
 
 
 class Stand(NamedTuple):
@@ -296,7 +325,12 @@ class Ready:
         self.inputs = [(name, *kind) for name, kind in zip(call.names, kinds, strict=True)]
         self.outputs, self.grads = _outs(signature.outputs, call.front), _outs(signature.grads, call.back)
         self.names = (*(out.name for out in self.outputs), *signature.passes)
-        self.saved, self.scratch, self.back_scratch = Block(signature.saved), Block(plan.scratch), Block(plan.backward_scratch)
+        early = self.operation.early
+        self.make = maker(device, self.place)
+        make = self.make if early else None
+        self.saved, self.saved_apart = Block(signature.saved), Block(signature.saved, make)  # the former for torch.compile's ops
+        self.scratch, self.back_scratch = Block(plan.scratch, make), Block(plan.backward_scratch, make)
+        self.grads_apart = large(signature.grads) if early else {}
         self.front = {name: slot for name, slot in call.front.items() if f"{name}_amax" in signature.outputs}
         self.back = {name: slot for name, slot in call.back.items() if f"{name}_amax" in signature.grads}
         self.front_slots, self.back_slots = call.front_slots, call.back_slots
@@ -318,14 +352,19 @@ class Ready:
         """Handle of torch's current stream."""
         return torch._C._cuda_getCurrentRawStream(self.place.index) if self.place.kind == "cuda" else 0
 
-    def forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-        """(outputs, amaxes, saved block). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them."""
+    def forward(
+        self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, apart: bool = False
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them. ``apart``:
+        large buffers among what is saved are tensors of their own; otherwise all is one tensor."""
         if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._forward(tensors, scales, amaxes)
-        return self._forward(tensors, scales, amaxes)
+                return self._forward(tensors, scales, amaxes, apart)
+        return self._forward(tensors, scales, amaxes, apart)
 
-    def _forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    def _forward(
+        self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, apart: bool
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         place, device, row = self.place, self.device, None
         if amaxes is None and self.front:
             row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
@@ -334,11 +373,16 @@ class Ready:
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr() or self._nowhere(name, tensor), shape, kind, place, tensor)
         outputs, filled = self._filled(self.outputs, amaxes)
-        block = torch.empty(self.saved.size, dtype=torch.uint8, device=device) if self.saved.parts else None
-        saved = {} if block is None else self.saved.carve(block, place)
+        block = self.saved_apart if apart else self.saved
+        held = [torch.empty(block.size, dtype=torch.uint8, device=device)] if block.parts else []
+        saved = block.carve(held[0], place) if held else {}
+        if block.apart:
+            saved = Buffers(saved, block.apart, self.make)
         stream = self.stream()
         self.operation.forward(self.plan, views, filled, saved, self.scratch.room(place, device, stream, self.eager), stream)
-        return outputs, row, block
+        if block.apart:
+            held += [saved[name].owner for name in block.apart]  # type: ignore[misc]
+        return outputs, row, held
 
     def _nowhere(self, name: str, tensor: Tensor) -> int:
         """The address of a tensor that is not read: without elements, or one in FP8 whose codes come beside it. FormatError for one that
@@ -351,19 +395,19 @@ class Ready:
         return 0
 
     def backward(
-        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
-        into: Mapping[str, Tensor] = _NOWHERE,
+        self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        into: Mapping[str, Tensor] = _NOWHERE, apart: bool = False,
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        """(gradients of ``needs``, amaxes). ``kept`` and ``cotangents`` in the order of ``self.kept`` and ``self.names``; ``into``: where
-        gradients by name go that have a place already."""
+        """(gradients of ``needs``, amaxes). ``held``: what forward saved, ``apart`` or not; the list is emptied. ``kept``, ``cotangents``:
+        in the order of ``self.kept`` and ``self.names``; ``into``: where gradients by name go that have a place already."""
         if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._backward(kept, block, cotangents, scales, amaxes, into)
-        return self._backward(kept, block, cotangents, scales, amaxes, into)
+                return self._backward(kept, held, cotangents, scales, amaxes, into, apart)
+        return self._backward(kept, held, cotangents, scales, amaxes, into, apart)
 
     def _backward(
-        self, kept: Sequence[Tensor], block: Tensor | None, cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
-        into: Mapping[str, Tensor],
+        self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        into: Mapping[str, Tensor], apart: bool,
     ) -> tuple[list[Tensor | None], Tensor | None]:
         place, device, row = self.place, self.device, None
         if amaxes is None and self.back:
@@ -383,17 +427,24 @@ class Ready:
                 continue
             arrived[name] = g = g if g.is_contiguous() else g.contiguous()
             incoming[name] = ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
-        made, filled = self._filled(self.grads, amaxes, into)
-        saved = {} if block is None else self.saved.carve(block, place)
+        made, filled = self._filled(self.grads, amaxes, into, self.grads_apart)
+        if self.grads_apart:
+            filled = Buffers(filled, self.grads_apart, self.make)
+        saved = (self.saved_apart if apart else self.saved).opened(held, place) if held else {}
         stream = self.stream()
         scratch = self.back_scratch.room(place, device, stream, self.eager)
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
+        if self.grads_apart:
+            made = [filled[out.name].owner for out in self.grads]
         return [arrived.get(passed) if at is None else made[at] for at, passed in self.answers], row
 
-    def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE) -> tuple[list[Tensor], Any]:
-        """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name."""
+    def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE, later: Mapping[str, Meta] = _NEVER
+                ) -> tuple[list[Tensor], Any]:
+        """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name; but for those that are made ``later``."""
         made, views = [], {**amaxes} if amaxes else {}
         for name, shape, strides, dtype, kind, zero in outs:
+            if name in later and name not in into:
+                continue
             if name in into:
                 tensor = into[name]
             else:  # ``empty`` is the slower one: it has more forms, among which its arguments choose

@@ -17,8 +17,8 @@ from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
 from fp8kit.formats import DType, int64, uint8
-from fp8kit.scratch import scratch
-from fp8kit.spec import Meta, Operation, Plan
+from fp8kit.scratch import Buffers, large, scratch
+from fp8kit.spec import Meta, Operation, Plan, Views
 
 _PLANS: dict[Any, Ready] = {}
 _REHEARSED: dict[Any, Any] = {}  # what was rehearsed -> its spec, which is held, so that its id stays its own
@@ -31,47 +31,67 @@ Finish = tuple[Callable[[list[Any]], None], Any]
 
 
 class Block:
-    """Buffers that live and die together, laid out in one piece of memory: one allocation instead of many."""
+    """Buffers that live and die together, laid out in one piece of memory: one allocation instead of many. For an operation that is
+    ``early`` the ``large`` ones lie apart."""
 
-    __slots__ = ("parts", "size")
+    __slots__ = ("apart", "parts", "size")
 
-    def __init__(self, metas: Mapping[str, Meta]) -> None:
+    def __init__(self, metas: Mapping[str, Meta], early: bool = False) -> None:
         self.size = 0
         self.parts: list[tuple[str, int, arrays.Shape, DType]] = []
+        self.apart: dict[str, Meta] = large(metas) if early else {}
         for name, meta in metas.items():
+            if name in self.apart:
+                continue
             self.parts.append((name, self.size, meta.shape, meta.dtype))
             self.size += -(-math.prod(meta.shape) * meta.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
-    def carve(self, device: arrays.Device) -> dict[str, ArrayView]:
+    def carve(self, device: arrays.Device) -> Views:
         """Fresh buffers by name, contents undefined."""
-        if not self.parts:
+        if not self.parts and not self.apart:
             return {}
         ptr, owner = arrays.provider(device).alloc(self.size, device)
-        return self.at(ptr, device, owner)
+        views = self.at(ptr, device, owner)
+        return Buffers(views, self.apart, maker(device)) if self.apart else views
 
     def at(self, ptr: int, device: arrays.Device, owner: object) -> dict[str, ArrayView]:
-        """The buffers by name in memory that ``owner`` keeps."""
+        """The buffers by name in memory that ``owner`` keeps; without those that lie apart."""
         return {name: ArrayView(ptr + offset, shape, dtype, device, owner) for name, offset, shape, dtype in self.parts}
 
-    def room(self, device: arrays.Device, stream: int) -> dict[str, ArrayView]:
+    def room(self, device: arrays.Device, stream: int) -> Views:
         """Buffers for one operation's temporaries on ``stream``, contents undefined, in ``fp8kit.scratch``; not to be changed."""
         if not self.parts:
-            return {}
+            return Buffers({}, self.apart, maker(device)) if self.apart else {}
         room = scratch.room(self.size, device, stream)
         views: dict[str, ArrayView] | None = room.carved.get(self)
         if views is None:
             views = {n: ArrayView(room.ptr + at, shape, dtype, device, room.owner) for n, at, shape, dtype in self.parts}
             room.keep(self, views)
-        return views
+        return Buffers(views, self.apart, maker(device)) if self.apart else views
+
+
+def maker(device: arrays.Device) -> Callable[[Meta], ArrayView]:
+    """A function that allocates an array of a meta there."""
+    alloc = arrays.provider(device).alloc
+
+    def make(meta: Meta) -> ArrayView:
+        shape, dtype = meta.shape, meta.dtype
+        ptr, owner = alloc(math.prod(shape) * dtype.itemsize, device)
+        return ArrayView(ptr, shape, dtype, device, owner)
+
+    return make
 
 
 class Ready(NamedTuple):
-    """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by identity kept alive."""
+    """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by identity kept alive.
+    ``grads``, ``grads_apart``: gradients that are allocated together, and those that are when backward comes to them."""
 
     plan: Plan
     saved: Block
     scratch: Block
     backward_scratch: Block
+    grads: dict[str, Meta]
+    grads_apart: dict[str, Meta]
     kernels: Any
 
 
@@ -90,7 +110,10 @@ def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | No
             raise AutogradError(f"{operation.name}: has no backward, but {', '.join(plan.signature.grads)} require a gradient")
         if len(_PLANS) >= _PLAN_LIMIT:
             _PLANS.clear()
-        found = _PLANS[key] = Ready(plan, Block(plan.signature.saved), Block(plan.scratch), Block(plan.backward_scratch), kernels)
+        apart = large(plan.signature.grads) if operation.early else {}
+        grads = {name: meta for name, meta in plan.signature.grads.items() if name not in apart}
+        saved, forward, back = (Block(m, operation.early) for m in (plan.signature.saved, plan.scratch, plan.backward_scratch))
+        found = _PLANS[key] = Ready(plan, saved, forward, back, grads, apart, kernels)
     return found
 
 
@@ -185,6 +208,8 @@ def apply(
     if draw is not None:
         views["rng"] = draw(device)
     operation.forward(plan, views, outputs, saved, temporaries, stream)
+    if type(saved) is Buffers:
+        saved.whole()
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = _passed(inputs[source], views[source])
@@ -253,7 +278,7 @@ def _record(
     inputs: Mapping[str, Any],
     views: dict[str, ArrayView | None],
     outputs: dict[str, ArrayView],
-    saved: dict[str, ArrayView],
+    saved: Views,
     results: dict[str, Tensor],
     wanted: tuple[str, ...],
     device: arrays.Device,
@@ -275,10 +300,12 @@ def _record(
     names = [
         name for name, result in results.items() if result.dtype.floating and (name in signature.passes or not signature.outputs[name].zero)
     ]
-    main = outputs[names[0]]
+    main = signature.outputs[names[0]]  # not the array: nobody may need that any more
     edges = [inputs[name].edge() for name in wanted]
+    left = True  # what was saved is still there
 
     def backward(cotangents: list[ArrayView | None]) -> list[ArrayView | None]:
+        nonlocal left
         by_name = {name: g if g is None or g.contiguous else arrays.contiguous(g) for name, g in zip(names, cotangents, strict=True)}
         if by_name[names[0]] is None:
             by_name[names[0]] = arrays.zeros(main.shape, main.dtype, device)
@@ -286,13 +313,21 @@ def _record(
             check()
         if watcher is not None:
             watcher.backward(where, by_name, {})
-        grads = allocate(signature.grads, device, given)
+        grads: Any = allocate(ready.grads, device, given)
+        if ready.grads_apart:
+            grads = Buffers({**grads, **given}, ready.grads_apart, maker(device))
+        held = saved
+        if type(saved) is Buffers:  # what backward is done with is given up, unless another one is to come
+            if not left:
+                raise AutogradError(f"{operation.name}: an earlier backward failed half-way; run forward again, or pass retain_graph=True")
+            left = tape.retaining()
+            held = dict(saved) if left else saved
         stream = arrays.current_stream(device)
-        operation.backward(plan, kept, saved, by_name, grads, ready.backward_scratch.room(device, stream), stream)
+        operation.backward(plan, kept, held, by_name, grads, ready.backward_scratch.room(device, stream), stream)
         if watcher is not None:
-            watcher.backward(where, {}, {name: grads[name] for name in wanted if name in grads})
+            watcher.backward(where, {}, {name: grads[name] for name in wanted if name in signature.grads})
         return [
-            grads[name] if name in grads else owned(edge, by_name[signature.grad_passes[name]])
+            grads[name] if name in signature.grads else owned(edge, by_name[signature.grad_passes[name]])
             for name, edge in zip(wanted, edges, strict=True)
         ]
 

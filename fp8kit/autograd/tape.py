@@ -87,6 +87,7 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             heapq.heappush(heap, (-target.sequence, target))
         slots[index] = cotangent if slots[index] is None else add(slots[index], cotangent)
 
+    around, _MODE.retaining = _MODE.retaining, retain_graph
     try:
         for edge, cotangent in roots:
             deliver(edge, cotangent)
@@ -116,6 +117,8 @@ def run(roots: Sequence[tuple[Edge, Any]], add: Callable[[Any, Any], Any], retai
             for item in items.values():
                 item.discard()
         raise
+    finally:
+        _MODE.retaining = around
 
 
 def hooked(hooks: Sequence[Callable[[Any], Any]], cotangent: Any) -> Any:
@@ -182,6 +185,7 @@ class watching:
 
 class _Mode(threading.local):
     enabled = True
+    retaining = False
     probe: Probe | None = None
     watcher: Watcher | None = None
 
@@ -195,6 +199,11 @@ _MODE = _Mode()
 def is_grad_enabled() -> bool:
     """Whether the forward pass is being recorded on this thread."""
     return _MODE.enabled
+
+
+def retaining() -> bool:
+    """Whether the backward pass that runs on this thread keeps what was saved for it, because another one may come."""
+    return _MODE.retaining
 
 
 def probe() -> Probe | None:

@@ -27,6 +27,7 @@ class Linear(Operation):
     """
 
     name = "linear"
+    early = True
 
     def _product(self, spec: LinearSpec, metas: Metas, needs: frozenset[str]) -> Product:
         x = want_rows(self.name, "x", metas, spec.product.in_features)

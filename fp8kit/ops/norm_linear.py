@@ -14,6 +14,7 @@ from fp8kit.formats import uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import Product, ProductSpec, row_count
 from fp8kit.ops.products import product_of
+from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -132,6 +133,7 @@ class NormLinear(Operation):
     """
 
     name = "norm_linear"
+    early = True
 
     def _stage(self, spec: NormLinearSpec, metas: Metas, needs: frozenset[str]) -> NormStage:
         x = spec.norm.check(self.name, metas)
@@ -183,6 +185,8 @@ class NormLinear(Operation):
         if p.needs_w:
             normed = kept.get("normed") if stage.as_output else saved.get("normed")
             p.wgrad(k, g2, None if normed is None else normed.rows(), saved, grads, scratch, stream)
+            del normed
+            done(saved, "normed")
         if p.needs_x:
             dnormed = scratch["dnormed"]
             assert dnormed is not None

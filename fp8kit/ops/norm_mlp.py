@@ -21,9 +21,10 @@ from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.formats import float32, uint8
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormStage
-from fp8kit.ops.product import Product, ProductSpec, row_count
+from fp8kit.ops.product import Product, ProductSpec, given, row_count
 from fp8kit.ops.product_tensor import SLOT
 from fp8kit.ops.products import product_of
+from fp8kit.scratch import done, idle, taken
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
 
@@ -168,6 +169,7 @@ class NormMLP(Operation):
     """
 
     name = "norm_mlp"
+    early = True
 
     def _stages(self, spec: NormMLPSpec, metas: Metas, needs: frozenset[str]) -> _Stages:
         x = spec.norm.check(self.name, metas)
@@ -214,7 +216,6 @@ class NormMLP(Operation):
             fc1.workspace(kernels),
             fc2.workspace(kernels),
             kernels.norm_bwd_workspace(fc1.m, fc1.k),
-            kernels.act_bwd_workspace(fc1.m, fc1.n),
             1,
         )
         common = {"workspace": Meta((space,), uint8)}
@@ -224,6 +225,7 @@ class NormMLP(Operation):
             forward |= first.saved()
             backward |= passes.again()
         if st.reach:
+            backward["sums"] = Meta((max(kernels.act_bwd_workspace(fc1.m, fc1.n), 1),), uint8)
             backward["dact"] = Meta((fc2.m, fc2.k), x.dtype)
             if not st.delayed or not (fc1.needs_x or fc1.needs_w):
                 backward["dh"] = Meta((fc1.m, fc1.n), x.dtype)
@@ -241,29 +243,32 @@ class NormMLP(Operation):
         passes: _Passes = plan.extra
         k, st, y = plan.kernels, passes.forward, outputs["y"]
         assert y is not None
-        own = saved if passes.numbers is None else {name: scratch[name] for name in st.saved()}
-        h = self._fc1(plan, st, inputs, outputs, own, scratch, stream)
-        act = self._activate(plan, st, h, inputs, outputs, own, scratch, stream)
-        st.fc2.fprop(k, act if act is not None else h, inputs, outputs, own, scratch, y.rows(), stream)
+        own = saved if passes.numbers is None else taken(scratch, st.saved())
+        self._fc1(plan, st, inputs, outputs, own, scratch, stream)
+        act = self._activate(plan, st, inputs, outputs, own, scratch, stream)
+        st.fc2.fprop(k, act if act is not None else y.rows(), inputs, outputs, own, scratch, y.rows(), stream)
         for i, source in enumerate((passes.numbers or {}).values()):
             numbers = saved["numbers"]
             assert numbers is not None
             k.copy(inputs.get(source) or outputs[source], numbers.slice(0, SLOT * i, 1), stream)
 
-    def _fc1(self, plan: Plan, st: _Stages, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> ArrayView:
-        """norm(x) W1^T, kept for backward where it is wanted there."""
-        x, h = inputs["x"], saved.get("h") or scratch.get("h")
-        assert x is not None and h is not None
+    def _fc1(self, plan: Plan, st: _Stages, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
+        """h = norm(x) W1^T, kept for backward where it is wanted there."""
+        x = inputs["x"]
+        assert x is not None
         normed = st.norm.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
+        h = saved.get("h") or scratch.get("h")
+        assert h is not None
         st.fc1.fprop(plan.kernels, normed if normed is not None else x.rows(), inputs, outputs, saved, scratch, h, stream)
-        return h
+        done(scratch, "normed")
 
     def _activate(
-        self, plan: Plan, st: _Stages, h: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
+        self, plan: Plan, st: _Stages, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int
     ) -> ArrayView | None:
-        """act(h + b1), cast for fc2; None where it was written in FP8 only."""
+        """act(h + b1), cast for fc2; None where fc2 multiplies the cast."""
         s: NormMLPSpec = plan.spec
-        k, fc2 = plan.kernels, st.fc2
+        k, fc2, h = plan.kernels, st.fc2, saved.get("h") or scratch.get("h")
+        assert h is not None
         act = saved.get("act") or scratch.get("act")
         current = fc2.takes_amax("x")
         cast = fc2.x_cast(inputs, outputs, saved, scratch) if st.delayed else None
@@ -272,7 +277,11 @@ class NormMLP(Operation):
         if not st.delayed:
             assert act is not None
             fc2.cast_x(k, act, inputs, outputs, saved, scratch, stream, amax_known=current)
-        return act
+        done(scratch, "h")
+        if fc2.spec.fp8 is None:
+            return act
+        done(scratch, "act")
+        return None
 
     def _again(self, plan: Plan, kept: Views, saved: Views, scratch: Views, stream: int) -> Views:
         """Forward once more, for what backward reads of it; returns that, by the names under which forward would have saved it."""
@@ -282,10 +291,10 @@ class NormMLP(Operation):
             numbers = saved["numbers"]
             assert numbers is not None
             inputs[name] = numbers.slice(0, SLOT * i, 1)
-        made = {name: scratch[name] for name in st.saved()}
-        h = self._fc1(plan, st, inputs, {}, made, scratch, stream)
+        made = taken(scratch, st.saved())
+        self._fc1(plan, st, inputs, {}, made, scratch, stream)
         if st.fc2.needs_w:
-            self._activate(plan, st, h, inputs, {}, made, scratch, stream)
+            self._activate(plan, st, inputs, {}, made, scratch, stream)
         st.fc2.save_weight(plan.kernels, inputs, made, scratch, stream)
         return made
 
@@ -301,38 +310,44 @@ class NormMLP(Operation):
         fc2.cast_g(k, g2, kept, grads, scratch, stream)
         if fc2.needs_w:
             fc2.wgrad(k, g2, saved.get("act"), saved, grads, scratch, stream)
+            done(saved, "act")
         if not st.reach:
             return
-        dact, h, dh = scratch["dact"], saved["h"], scratch.get("dh")
-        assert dact is not None and h is not None
-        fc2.dgrad(k, g2, kept, saved, scratch, dact, stream)
+        fc2.dgrad(k, g2, kept, saved, scratch, given(scratch, "dact"), stream)
+        idle(scratch, "workspace")  # most is held now: the gradient of the activation in high precision and its casts
         products = fc1.needs_x or fc1.needs_w
         fused = st.delayed and products
         current = fc1.takes_amax("g") and products
         k.act_bwd(
-            dact,
-            h,
+            given(scratch, "dact"),
+            given(saved, "h"),
             kept.get("fc1_bias0"),
-            dh,
+            scratch.get("dh"),
             grads.get("fc1_bias0"),
             grads["fc1_g_amax"] if current else None,
             fc1.g_cast(kept, grads, scratch) if fused else None,
             spec.activation,
             spec.activation_params,
-            scratch["workspace"],
+            scratch["sums"],
             stream,
         )
+        done(scratch, "dact", "sums")
+        done(saved, "h")
         if products and not fused:
-            assert dh is not None
-            fc1.cast_g(k, dh, kept, grads, scratch, stream, with_bias=False, amax_known=current)
-        dh_or_act = dh if dh is not None else dact  # read in high precision only
+            fc1.cast_g(k, given(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current)
+        dh = g2  # not read: FP8 products have the casts
+        if fc1.spec.fp8 is None and products:
+            dh = given(scratch, "dh")
+        done(scratch, "dh")
         if fc1.needs_w:
             normed = kept.get("normed") if st.norm.as_output else saved.get("normed")
-            fc1.wgrad(k, dh_or_act, None if normed is None else normed.rows(), saved, grads, scratch, stream)
+            fc1.wgrad(k, dh, None if normed is None else normed.rows(), saved, grads, scratch, stream)
+            del normed
+            done(saved, "normed")
         if fc1.needs_x:
-            dnormed = scratch["dnormed"]
-            assert dnormed is not None
-            fc1.dgrad(k, dh_or_act, kept, saved, scratch, dnormed, stream)
+            dnormed = given(scratch, "dnormed")
+            fc1.dgrad(k, dh, kept, saved, scratch, dnormed, stream)
+            del dh
             extra = cotangents.get("normed")
             if extra is not None:
                 k.add(dnormed, extra.rows(), dnormed, stream)

@@ -14,6 +14,7 @@ from fp8kit.backends.protocol import block_shapes
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, WeightJob, given, side_by_side, want
 from fp8kit.ops.quant import Fp8, Quant
+from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Views
 
 
@@ -110,9 +111,11 @@ class BlockProduct(Product):
         bias = self._bias(k, inputs, scratch, stream)
         weight: Views = inputs
         if not self.spec.weight_cached:
-            weight = {**scratch, **saved}
-            self.cast_weight(k, inputs, outputs, weight, scratch, stream)
+            sides = {name: scratch[name] for name in self._names("w_q")} | {name: saved.get(name) for name in self._names("w_qt")}
+            self.cast_weight(k, inputs, outputs, sides, scratch, stream)
+            weight = scratch
         self._multiply(k, "x_q", inputs if self.spec.input_cached else scratch, "w_q", weight, y, bias, scratch, stream)
+        done(scratch, *self._names("x_q"), *self._names("w_q"))
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         if self.needs_x and not self.spec.weight_cached:
@@ -129,6 +132,8 @@ class BlockProduct(Product):
 
     def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
         self._multiply(k, "g_q", scratch, "w_qt", kept if self.spec.weight_cached else saved, dx, None, scratch, stream)
+        done(scratch, *self._names("g_q"))
+        done(saved, *self._names("w_qt"))
 
     def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
         whole = given(scratch, f"{self.spec.prefix}dweight") if self.whole_wgrad else given(grads, self.weights[0])
@@ -137,6 +142,8 @@ class BlockProduct(Product):
             self._multiply(k, "g_qt", scratch, "x_qt", saved, whole, None, scratch, stream, adds)
         else:
             self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream, adds)
+        done(scratch, *self._names("g_qt"), f"{self.spec.prefix}dweight")
+        done(saved, *self._names("x_qt"))
         if self.whole_wgrad:
             self._part_weights(k, whole, grads, scratch, stream)
 
@@ -148,6 +155,11 @@ class BlockProduct(Product):
         codes, scales = block_shapes(rows, columns, quant.tile)
         p = self.spec.prefix
         return {f"{p}{name}": Meta(codes, uint8), f"{p}{name}_inv": Meta(scales, float32)}
+
+    def _names(self, name: str) -> tuple[str, str]:
+        """Names of an operand's codes and scales."""
+        p = self.spec.prefix
+        return f"{p}{name}", f"{p}{name}_inv"
 
     def _found(self, views: Views, name: str) -> tuple[ArrayView | None, ArrayView | None]:
         """(codes, scales) of an operand, (None, None) where it is not wanted."""

@@ -10,6 +10,7 @@ from fp8kit.backends.protocol import Cast
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, WeightJob, given, want
 from fp8kit.ops.quant import FLT_MAX, Fp8, pad, quantize_operand
+from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Views
 
 SLOT = 4  # float32 numbers from one scale to the next: cuBLASLt takes scale pointers of 16-byte alignment
@@ -217,6 +218,7 @@ class TensorProduct(Product):
             self._cast_weight(k, inputs, outputs, w_q, saved.get(self.w_qt), w_inv, scratch, stream)
         x_q, x_inv = (inputs[self.x_q], inputs[self.x_given_inv]) if self.spec.input_cached else (scratch[self.x_q], invs[self.x_inv])
         k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, False, f.fprop_fast, scratch["workspace"], stream)
+        done(scratch, self.x_q, self.w_q)
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         if self.needs_x and not self.spec.weight_cached:
@@ -248,8 +250,15 @@ class TensorProduct(Product):
         w_qt, w_inv = (kept[self.w_qt], kept[self.w_given_inv]) if self.spec.weight_cached else (saved[self.w_qt], saved[self.w_inv])
         g_q, g_inv, space = scratch[self.g_q], scratch[self.g_inv], scratch["workspace"]
         k.fp8_gemm(g_q, w_qt, dx, f.g.format, f.w.format, g_inv, w_inv, None, False, f.dgrad_fast, space, stream)
+        done(scratch, self.g_q)
+        done(saved, self.w_qt)
 
     def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
+        self._wgrads(k, saved, grads, scratch, stream)
+        done(scratch, self.g_qt, f"{self.spec.prefix}dweight")
+        done(saved, self.x_qt)
+
+    def _wgrads(self, k: Any, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
         g_qt = given(scratch, self.g_qt)
         if self.whole_wgrad:
             whole = given(scratch, f"{self.spec.prefix}dweight")

@@ -1,0 +1,174 @@
+"""Memory of a step through the torch door: large buffers come when they are first asked for and go as soon as they are no longer needed,
+with the same bits."""
+
+from __future__ import annotations
+
+import fp8kit_torch as ft
+import pytest
+import torch
+from fp8kit_torch import plans
+
+from fp8kit import arrays
+from fp8kit.backends import dispatch
+from fp8kit.scratch import Buffers
+from tests import peaks
+
+from .twins import KINDS, RECIPES, bits, scope
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """A function: from its call on, in this test, the buffers of new layers lie apart."""
+    yield lambda: (peaks.all_apart(monkeypatch), plans.call_by.cache_clear())
+    plans.call_by.cache_clear()
+
+
+def most_of(step):
+    """The most that torch's CPU allocator gives out during ``step``."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    held = most = 0
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
+def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
+    """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step allocates."""
+    peaks.hollow(monkeypatch)
+    sizes, inits = (peaks.HIDDEN, peaks.FFN, peaks.HEADS), {"init_method": lambda t: t, "output_layer_init_method": lambda t: t}
+    layer = ft.TransformerLayer(*sizes, params_dtype=torch.bfloat16, device="cpu", hidden_dropout=0.0, attention_dropout=0.0, **inits)
+    x, dy = (torch.empty(peaks.SEQUENCE, peaks.BATCH, peaks.HIDDEN, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def step():
+        with scope(ft, RECIPES[recipe]):
+            y = layer(x)
+        y.backward(dy)
+
+    step()
+    for tensor in (x, *layer.parameters()):
+        tensor.grad = None
+    assert 0.8 * peaks.EAGER < peaks.STANDING + most_of(step) <= peaks.EAGER
+
+
+def layer_of(kind, device, **options):
+    torch.manual_seed(5)
+    return getattr(ft, kind)(device=device, **(KINDS[kind] | options))
+
+
+def steps(layer, recipe, device, call=None, walks=(True, False)):
+    """Bits of the output and of all gradients, a list for each walk of two steps; ``walks``: whether each one keeps the graph."""
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(16, 2, 48, device=device, requires_grad=True)
+        with scope(ft, RECIPES[recipe]):
+            y = layer(x) if call is None else call(layer, x)
+        dy = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape)
+        for keep in walks:
+            x.grad = None
+            layer.zero_grad()
+            y.backward(dy, retain_graph=keep)
+            found.append([bits(t).tobytes() for t in (y, x.grad, *(p.grad for p in layer.parameters()))])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("Linear", {}), ("LayerNormLinear", {}), ("LayerNormMLP", {}), ("LayerNormMLP", {"checkpoint": True}),
+    ("TransformerLayer", {"hidden_dropout": 0.1}),
+], ids=["linear", "split", "mlp", "recompute", "layer"])  # fmt: skip
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
+def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, apart):
+    want = steps(layer_of(kind, device, **options), recipe, device)
+    apart()
+    found = steps(layer_of(kind, device, **options), recipe, device)
+    assert found == want
+    if recipe != "delayed":  # its scales of gradients have been updated between the walks
+        assert found[0] == found[1]
+        assert found[2] == found[3]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_gives_the_same_bits(device, reentrant, apart):
+    def call(layer, x):
+        return ft.checkpoint(layer, x, use_reentrant=reentrant)
+
+    want = steps(layer_of("LayerNormMLP", device), "delayed", device, call, (False,))
+    apart()
+    assert steps(layer_of("LayerNormMLP", device), "delayed", device, call, (False,)) == want
+
+
+def test_compiled_layers_give_the_bits_of_eager_ones(device, apart):
+    apart()
+    want = steps(layer_of("LayerNormMLP", device), "current", device)
+    assert steps(torch.compile(layer_of("LayerNormMLP", device), backend="aot_eager"), "current", device) == want
+
+
+def test_main_grad_goes_on_where_it_lies(device, apart):
+    def sums():
+        layer = layer_of("LayerNormMLP", device, fuse_wgrad_accumulation=True)
+        for parameter in layer.parameters():
+            parameter.main_grad = torch.ones_like(parameter, dtype=torch.float32)
+        x = torch.linspace(-1, 1, 16 * 48, device=device).view(16, 48)
+        for _ in range(2):
+            with ft.autocast(recipe=RECIPES["current"]):
+                layer(x).sum().backward()
+        return [bits(p.main_grad).tobytes() for p in layer.parameters()]
+
+    want = sums()
+    apart()
+    assert sums() == want
+
+
+def test_a_value_changed_in_place_is_refused_before_anything_goes(apart):
+    apart()
+    layer, x = layer_of("LayerNormMLP", "cpu"), torch.randn(16, 48, requires_grad=True)
+    kept = x * 1
+    y = layer(kept)
+    with torch.no_grad():
+        kept += 1
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    with torch.no_grad():
+        kept -= 1
+
+
+def test_a_second_backward_through_what_is_gone_is_torchs_own_error(apart, monkeypatch):
+    apart()
+    layer, x = layer_of("LayerNormMLP", "cpu"), torch.randn(16, 48, requires_grad=True)
+    y, kernels = layer(x), dispatch.kernels(arrays.CPU)
+
+    def fails(*arguments):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "act_bwd", fails, raising=False)
+        with pytest.raises(MemoryError):
+            y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_memory_goes_back_within_backward(apart, monkeypatch):
+    """While fc1's weight gradient is computed nobody holds fc1's output any more, nor what fc2's products read."""
+    apart()
+    layer, x = layer_of("LayerNormMLP", "cpu"), torch.randn(16, 48, requires_grad=True)
+    seen, backward = [], Buffers.__setitem__
+
+    def note(self, name, value):
+        seen.append((name, value is None))
+        backward(self, name, value)
+
+    with ft.autocast(recipe=RECIPES["delayed"]):
+        y = layer(x)
+    monkeypatch.setattr(Buffers, "__setitem__", note, raising=False)
+    y.sum().backward()
+    gone = [name for name, is_none in seen if is_none]
+    assert gone.index("h") < gone.index("fc1_x_qt")
+    assert {"fc2_x_qt", "fc2_w_qt", "fc1_w_qt"} <= set(gone)

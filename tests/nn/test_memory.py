@@ -1,0 +1,182 @@
+"""Memory of a step: large buffers come when they are first asked for and go as soon as they are no longer needed, with the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fp8kit as fk
+from fp8kit import arrays, formats, nn, scratch
+from fp8kit.arrays import CPU, ArrayView
+from fp8kit.autograd import rules, tensor
+from fp8kit.backends import dispatch
+from fp8kit.bench.memory import Peak
+from fp8kit.errors import AutogradError
+from fp8kit.nn import linear as nn_linear
+from fp8kit.nn import norm_mlp as nn_norm_mlp
+from fp8kit.scratch import Buffers, done, idle, large, taken
+from fp8kit.spec import Meta
+from tests import peaks
+
+RECIPES = {
+    "high": None, "delayed": fk.recipe.DelayedScaling(amax_history_len=2), "current": fk.recipe.Float8CurrentScaling(),
+    "block": fk.recipe.Float8BlockScaling(),
+}  # fmt: skip
+
+
+# --- the peak ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_peak_of_the_layer_is_no_more_than_torchs(recipe, monkeypatch):
+    """Hidden 4096, FFN 16384, 8192 tokens in bfloat16: parameters, gradients, and all that a step allocates."""
+
+    def untouched(shape, init, dtype, device):
+        return nn.Parameter(arrays.empty(shape, dtype, device))
+
+    peaks.hollow(monkeypatch)
+    for module in (nn_linear, nn_norm_mlp):
+        monkeypatch.setattr(module, "make_parameter", untouched)
+    sizes = peaks.HIDDEN, peaks.FFN, peaks.HEADS
+    layer = nn.TransformerLayer(*sizes, params_dtype="bfloat16", device="cpu", hidden_dropout=0.0, attention_dropout=0.0)
+    x, dy = (arrays.empty((peaks.SEQUENCE, peaks.BATCH, peaks.HIDDEN), formats.bfloat16, CPU) for _ in range(2))
+    leaf = tensor(x, requires_grad=True)
+
+    def step():
+        leaf.grad = None
+        layer.zero_grad()
+        with fk.autocast(enabled=recipe != "high", recipe=RECIPES[recipe]):
+            y = layer(leaf)
+        y.backward(dy)
+
+    step()
+    leaf.grad = None
+    layer.zero_grad()
+    assert 0.8 * peaks.EAGER < peaks.STANDING + Peak(CPU).bytes(step) <= peaks.EAGER
+
+
+# --- the bits ---------------------------------------------------------------------------------------------------------
+
+
+def poisoned(self, name):
+    """A buffer that is NaN wherever nobody writes."""
+    view = self[name] = self.make(self.metas[name])
+    whole = ArrayView(view.ptr, (view.nbytes,), formats.uint8, view.device, view.owner)
+    arrays.copy(whole, arrays.as_view(np.full(view.nbytes, 0xFF, np.uint8)))
+    return view
+
+
+def layer_of(kind, device, **options):
+    nn.manual_seed(5)
+    sizes = {"Linear": (32, 48), "LayerNormLinear": (32, 48), "LayerNormMLP": (32, 64), "TransformerLayer": (32, 64, 2)}[kind]
+    return getattr(nn, kind)(*sizes, device=device, **options)
+
+
+def steps(layer, recipe, device):
+    """Bits of the output and of all gradients, of two steps with two walks each through the same graph: four lists."""
+    found = []
+    for seed in range(2):
+        x = tensor(np.random.default_rng(seed).standard_normal((16, 2, 32)).astype(np.float32), True, device=device)
+        with fk.deterministic(), fk.autocast(enabled=recipe != "high", recipe=RECIPES[recipe]):
+            y = layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+        dy = tensor(np.random.default_rng(9).standard_normal(y.shape).astype(np.float32), device=device).view
+        for keep in (True, False):
+            x.grad = None
+            layer.zero_grad()
+            with fk.deterministic():
+                y.backward(dy, retain_graph=keep)
+            found.append([y.numpy().tobytes(), x.grad.numpy().tobytes(), *(p.grad.numpy().tobytes() for p in layer.parameters())])
+    return found
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("Linear", {}), ("LayerNormLinear", {"return_layernorm_output": True}), ("LayerNormLinear", {"parameters_split": {"a": 17, "b": 31}}),
+    ("LayerNormMLP", {}), ("LayerNormMLP", {"checkpoint": True}), ("LayerNormMLP", {"activation": "swiglu", "bias": False}),
+    ("TransformerLayer", {"hidden_dropout": 0.1}),
+], ids=["linear", "norm", "split", "mlp", "recompute", "swiglu", "layer"])  # fmt: skip
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, monkeypatch):
+    want = steps(layer_of(kind, device, **options), recipe, device)
+    peaks.all_apart(monkeypatch)
+    monkeypatch.setattr(rules, "_PLANS", {})
+    monkeypatch.setattr(Buffers, "__missing__", poisoned)
+    found = steps(layer_of(kind, device, **options), recipe, device)
+    assert found == want
+    if recipe != "delayed":  # its scales of gradients have been updated between the walks
+        assert found[0] == found[1]
+        assert found[2] == found[3]
+
+
+def test_a_backward_that_failed_half_way_says_so_when_it_is_asked_again(monkeypatch):
+    peaks.all_apart(monkeypatch)
+    monkeypatch.setattr(rules, "_PLANS", {})
+    layer, x = layer_of("LayerNormMLP", "cpu"), tensor(np.ones((16, 32), np.float32), True)
+    g, kernels = np.ones((16, 32), np.float32), dispatch.kernels(CPU)
+
+    def fails(*arguments):
+        raise MemoryError
+
+    for keep, message in ((True, None), (False, "norm_mlp: an earlier backward failed half-way")):
+        y = layer(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "act_bwd", fails, raising=False)
+            with pytest.raises(MemoryError):
+                y.backward(arrays.as_view(g), retain_graph=keep)
+        if message is None:
+            y.backward(arrays.as_view(g))
+            assert x.grad is not None
+            continue
+        with pytest.raises(AutogradError, match=message):
+            y.backward(arrays.as_view(g))
+
+
+# --- the buffers ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_large_lies_apart_where_there_is_much():
+    mib = 1 << 20
+    metas = {name: Meta((n * mib,), formats.uint8, zero) for name, n, zero in (("a", 200, False), ("b", 15, False), ("c", 50, True))}
+    assert list(large(metas)) == ["a"]
+    assert not large({"a": metas["a"], "b": metas["b"]})
+    assert scratch.nbytes_of(Meta((3, 5), formats.float32)) == 60
+
+
+def test_buffers_come_when_asked_for_and_go_when_they_are_done():
+    made = []
+
+    def make(meta):
+        made.append(meta)
+        return arrays.empty(meta.shape, meta.dtype, CPU)
+
+    metas = {name: Meta((2,), formats.float32) for name in "abc"}
+    there = arrays.empty((1,), formats.float32, CPU)
+    views = Buffers({"t": there}, metas, make)
+    assert views["t"] is there
+    assert views.get("x") is None
+    assert not made
+    a = views["a"]
+    assert views.get("a") is a
+    assert len(made) == 1
+    idle(views, "a", "b")
+    assert views["a"] is not a
+    assert len(made) == 2
+    done(views, "a", "nowhere")
+    assert views["a"] is None
+    assert len(made) == 2
+    out = taken(views, ("b", "t"))
+    assert views["b"] is None
+    assert out["t"] is there
+    done(out, "t")
+    assert out["t"] is None
+    views.whole()
+    assert views["c"] is not None
+    assert len(made) == 4
+
+
+def test_ordinary_views_stay():
+    views = {"a": arrays.empty((1,), formats.float32, CPU)}
+    done(views, "a")
+    idle(views, "a")
+    assert views["a"] is not None
+    assert taken(views, ("a",)) == views
