@@ -83,6 +83,22 @@ class _Around:
                 self.tracker.set_states(before)
 
 
+class _Anew(AbstractContextManager[None]):
+    """``make()``'s context, a new one each time: a graph that is retained is gone back through again, and recomputes again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
 _RULES = {"use_reentrant": flag, "debug": flag, "determinism_check": one("default", "none"), "context_fn": callable_,
           "get_rng_state_tracker": optional(callable_)}
 
@@ -128,7 +144,7 @@ def checkpoint(
     if debug:
         raise ArgumentError(expected("checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"))
     if not use_reentrant:
-        return torch_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (around.one(), around.again()),
+        return torch_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (around.one(), _Anew(around.again)),
                                 determinism_check=determinism_check)
     if context_fn is not noop_context_fn or determinism_check != "default":
         raise ArgumentError(expected("checkpoint", "context_fn, determinism_check", "given", "defaults with use_reentrant=True"))

@@ -50,7 +50,7 @@ class Net(torch.nn.Module):
         return checkpoint(self.block, x.tanh(), first=first, use_reentrant=reentrant)
 
 
-def steps(place, recipe, inside, how, micro):
+def steps(place, recipe, inside, how, micro, walks=1):
     torch.manual_seed(0)
     net = Net(place, RECIPES[recipe], inside, how)
     out = []
@@ -59,7 +59,9 @@ def steps(place, recipe, inside, how, micro):
         with autocast(enabled=not inside and recipe != "plain", recipe=RECIPES[recipe]):
             y = net(x, step == 0 if micro else None)
         net.zero_grad()
-        y.square().sum().backward()
+        loss = y.square().sum()
+        for walk in range(walks):
+            loss.backward(retain_graph=walk + 1 < walks)
         out += [y, x.grad, *(p.grad for p in net.parameters())]
         out += [part.clone() for m in net.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts]
     return [t.detach().clone().cpu().numpy() for t in out]
@@ -72,6 +74,14 @@ def test_same_bits(place, recipe, inside, how):
     wanted = steps(place, recipe, inside, None, False)
     got = steps(place, recipe, inside, how, False)
     assert len(got) == len(wanted)
+    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert_same_bits(f"result {i}", a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("how", ["other", "nested"])
+def test_a_retained_graph_is_recomputed_each_time(place, recipe, how):
+    wanted, got = (steps(place, recipe, False, way, False, walks=2) for way in (None, how))
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert_same_bits(f"result {i}", a, b)
 
