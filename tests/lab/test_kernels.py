@@ -44,7 +44,7 @@ REFUSED = {
     ("add", '#include "nowhere.cuh"\n' + HEAD + "add() {}"): r"header 'nowhere\.cuh' is neither in a folder of its own nor among fp8kit's",
     ("add", HEAD + "add(float n, i64 m) {}"): r"'float n' is neither a pointer, i64, u64 nor f64",
     ("gemm_workspace", HEAD + "add() {}"): r"gemm_workspace launches none",
-    ("add", "mine.cu"): r"functions none",
+    ("add", "mine.cu"): r"'mine\.cu' is a file's name, expected its text, or a Path",
     ("add", Path("no/such/file.cu")): r"No such file",
 }
 

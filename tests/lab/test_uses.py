@@ -25,7 +25,7 @@ class _Runtime:
     """A driver without a device: every attribute is that of an H200, no call does anything."""
 
     def deviceGetAttribute(self, attribute: int, device: int) -> int:
-        return {75: 9, 76: 0, 16: 132, 97: 232448}[attribute]
+        return {75: 9, 76: 0, 16: 132, 81: 233472, 97: 232448}[attribute]
 
     def getDevice(self) -> int:
         return 0

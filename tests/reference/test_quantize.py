@@ -14,9 +14,9 @@ from fp8kit.testing.compare import assert_close, sum_slack
 from fp8kit.testing.contract.quantize import CASES
 
 KERNELS = SimpleNamespace(
-    amax=scales.amax, scale_from_amax=scales.scale_from_amax, update_delayed_=scales.update_delayed_, quantize=quantize.quantize,
-    dequantize=quantize.dequantize, quantize_transpose=quantize.quantize_transpose,
-    quantize_transpose_workspace=quantize.quantize_transpose_workspace,
+    amax=scales.amax, amax_many=scales.amax_many, scale_from_amax=scales.scale_from_amax, update_delayed_=scales.update_delayed_,
+    quantize=quantize.quantize, dequantize=quantize.dequantize, quantize_transpose=quantize.quantize_transpose,
+    quantize_transpose_workspace=quantize.quantize_transpose_workspace, quantize_transpose_many=quantize.quantize_transpose_many,
 )
 
 
