@@ -11,12 +11,9 @@ from fp8kit import arrays, nn
 from fp8kit.autograd import Tensor, tensor
 from fp8kit.errors import Fp8kitError
 from fp8kit.nn.fp8 import Fp8Module
-from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
-from tests.nn.test_layers import draw
+from tests.nn.bad_options import FFN, HEADS, H, S
+from tests.nn.refusals import Door, X, cases
 
-RENAMED = {"attn_mask_type": "self_attn_mask_type"}
-TWINS = {"attn_mask_type": "enc_dec_attn_mask_type", "window_size": "enc_dec_window_size", "attention_mask": "enc_dec_attn_mask",
-         "bottom_right_diagonal": "enc_dec_bottom_right_diagonal"}
 OPTIONS = {"attention_dropout": 0.1, "layer_number": 1}
 
 
@@ -28,31 +25,7 @@ def layer(device, **options):
     return nn.TransformerLayer(H, FFN, HEADS, device=device, hidden_dropout=0.1, **OPTIONS, **options)
 
 
-def renamed(table, names):
-    return {case: {names.get(name, name): value for name, value in options.items()} for case, options in table.items()}
-
-
-X, SOURCE, PACK = draw(1, (S, B, H), "float32"), draw(2, (OTHER, B, H), "float32"), draw(3, (TOKENS, H), "float32")
-ACROSS_MHA = {"attention_type": "cross", "attn_mask_type": "no_mask"}
-PACKED_MHA, PACKED_LAYER = ({name: "thd", kind: "padding_causal"} for name, kind in (
-    ("qkv_format", "attn_mask_type"), ("attn_input_format", "self_attn_mask_type")))
-STARTS = {"starts that are no running sums": {"cu_seqlens_q_padded": np.array([1, 5, 10], np.int32)}}
-# name -> (module, good inputs by name, bad ones)
-CASES = {
-    "mha": (mha, {"hidden_states": X}, SELF),
-    "mha with a norm, and queries and keys apart": (lambda d: mha(d, input_layernorm=True, qk_norm_type="RMSNorm", num_gqa_groups=2),
-                                                    {"hidden_states": X}, SELF),
-    "mha across": (lambda d: mha(d, **ACROSS_MHA), {"hidden_states": X, "encoder_output": SOURCE}, ACROSS | ACROSS_OWN),
-    "mha across, parts apart": (lambda d: mha(d, fuse_qkv_params=True, qk_norm_type="LayerNorm", **ACROSS_MHA),
-                                {"hidden_states": X, "encoder_output": SOURCE}, ACROSS | ACROSS_OWN),
-    "mha, packed": (lambda d: mha(d, **PACKED_MHA), {"hidden_states": PACK} | THD, PACKED),
-    "layer": (layer, {"hidden_states": X}, renamed(SELF, RENAMED)),
-    "parallel layer": (lambda d: layer(d, parallel_attention_mlp=True), {"hidden_states": X}, renamed(SELF, RENAMED)),
-    "decoder": (lambda d: layer(d, layer_type="decoder"), {"hidden_states": X, "encoder_output": SOURCE},
-                ACROSS | renamed(ACROSS_OWN, TWINS)),
-    "layer, packed": (lambda d: layer(d, drop_path_rate=0.5, **PACKED_LAYER), {"hidden_states": PACK} | THD,
-                      renamed(PACKED, RENAMED) | STARTS),
-}  # fmt: skip
+CASES = cases(mha, layer)
 
 
 def placed(value, device):
@@ -103,37 +76,14 @@ def made(make, device):
     return make(device)
 
 
+DOOR = Door(Fp8Module, placed, lambda: fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)), state_of, cache_of,
+            step, late="is_first_microbatch that is no flag")  # fmt: skip
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
     make, good, table = CASES[case]
-    other = made(make, device)
-    wanted = [step(other, good, device) for _ in range(2)]
-    module, ran = made(make, device), []
-    run = Fp8Module.run
-
-    def counted(self, *given, **named):
-        ran.append(type(self).__name__)
-        return run(self, *given, **named)
-
-    monkeypatch.setattr(Fp8Module, "run", counted)
-    wrong = []
-    for when in ("before the first step", "after it"):
-        before = state_of(module)
-        for name, bad in refused(table, device).items():
-            options = {argument: placed(value, device) for argument, value in (good | bad).items()}
-            cached, ran[:] = cache_of(options.get("inference_params")), []
-            try:
-                with fk.autocast(enabled=True, recipe=fk.recipe.DelayedScaling(amax_history_len=4)):
-                    module(**options)
-                wrong.append(f"{when}: {name}: taken")
-            except Fp8kitError:
-                pass
-            if state_of(module) != before or cache_of(options.get("inference_params")) != cached:
-                wrong.append(f"{when}: {name}: left a trace")
-            if ran and name != "is_first_microbatch that is no flag":  # which the first projection itself refuses
-                wrong.append(f"{when}: {name}: {', '.join(ran)} ran")
-        assert not wrong
-        assert step(module, good, device) == wanted.pop(0)
+    DOOR.refuses_without_a_trace(lambda: made(make, device), good, table, device, monkeypatch)
 
 
 @pytest.mark.parametrize("first", [None, True])

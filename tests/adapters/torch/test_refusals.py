@@ -16,14 +16,11 @@ from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit.errors import Fp8kitError, RecipeError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling
 from tests.adapters.torch.test_junk import state_of
-from tests.nn.bad_options import ACROSS, ACROSS_OWN, FFN, HEADS, OTHER, PACKED, SELF, THD, TOKENS, B, H, S, refused
-from tests.nn.test_layers import draw
-from tests.nn.test_refusals import PACKED_LAYER, PACKED_MHA, RENAMED, STARTS, TWINS, renamed
+from tests.nn.bad_options import FFN, HEADS, B, H, S
+from tests.nn.refusals import SOURCE, Door, X, cases
 
 OPTIONS = {"attention_dropout": 0.1, "layer_number": 1, "params_dtype": torch.float32}
 RECIPE = DelayedScaling(amax_history_len=4)
-X, SOURCE, PACK = draw(1, (S, B, H), "float32"), draw(2, (OTHER, B, H), "float32"), draw(3, (TOKENS, H), "float32")
-ACROSS_MHA = {"attention_type": "cross", "attn_mask_type": "no_mask"}
 
 
 def mha(device, **options):
@@ -34,21 +31,7 @@ def layer(device, **options):
     return ft.TransformerLayer(H, FFN, HEADS, device=device, hidden_dropout=0.1, **OPTIONS, **options)
 
 
-CASES = {
-    "mha": (mha, {"hidden_states": X}, SELF),
-    "mha with a norm, and queries and keys apart": (lambda d: mha(d, input_layernorm=True, qk_norm_type="RMSNorm", num_gqa_groups=2),
-                                                    {"hidden_states": X}, SELF),
-    "mha across": (lambda d: mha(d, **ACROSS_MHA), {"hidden_states": X, "encoder_output": SOURCE}, ACROSS | ACROSS_OWN),
-    "mha across, parts apart": (lambda d: mha(d, fuse_qkv_params=True, qk_norm_type="LayerNorm", **ACROSS_MHA),
-                                {"hidden_states": X, "encoder_output": SOURCE}, ACROSS | ACROSS_OWN),
-    "mha, packed": (lambda d: mha(d, **PACKED_MHA), {"hidden_states": PACK} | THD, PACKED),
-    "layer": (layer, {"hidden_states": X}, renamed(SELF, RENAMED)),
-    "parallel layer": (lambda d: layer(d, parallel_attention_mlp=True), {"hidden_states": X}, renamed(SELF, RENAMED)),
-    "decoder": (lambda d: layer(d, layer_type="decoder"), {"hidden_states": X, "encoder_output": SOURCE},
-                ACROSS | renamed(ACROSS_OWN, TWINS)),
-    "layer, packed": (lambda d: layer(d, drop_path_rate=0.5, **PACKED_LAYER), {"hidden_states": PACK} | THD,
-                      renamed(PACKED, RENAMED) | STARTS),
-}  # fmt: skip
+CASES = cases(mha, layer)
 
 
 def placed(value, device):
@@ -83,37 +66,13 @@ def made(make, device):
     return make(device)
 
 
+DOOR = Door(TransformerEngineBaseModule, placed, lambda: ft.autocast(enabled=True, recipe=RECIPE), whole_state, state_of, step)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_refused_call_leaves_no_trace(device, case, monkeypatch):
     make, good, table = CASES[case]
-    other = made(make, device)
-    wanted = [step(other, good, device) for _ in range(2)]
-    module, ran = made(make, device), []
-    run = TransformerEngineBaseModule.run
-
-    def counted(self, *given, **named):
-        ran.append(type(self).__name__)
-        return run(self, *given, **named)
-
-    monkeypatch.setattr(TransformerEngineBaseModule, "run", counted)
-    wrong = []
-    for when in ("before the first step", "after it"):
-        before = whole_state(module)
-        for name, bad in refused(table, device).items():
-            options = {argument: placed(value, device) for argument, value in (good | bad).items()}
-            cached, ran[:] = state_of(options.get("inference_params")), []
-            try:
-                with ft.autocast(enabled=True, recipe=RECIPE):
-                    module(**options)
-                wrong.append(f"{when}: {name}: taken")
-            except Fp8kitError:
-                pass
-            if whole_state(module) != before or state_of(options.get("inference_params")) != cached:
-                wrong.append(f"{when}: {name}: left a trace")
-            if ran and name != "inputs of another dtype":  # which the first projection itself refuses
-                wrong.append(f"{when}: {name}: {', '.join(ran)} ran")
-        assert not wrong
-        assert step(module, good, device) == wanted.pop(0)
+    DOOR.refuses_without_a_trace(lambda: made(make, device), good, table, device, monkeypatch)
 
 
 @pytest.mark.parametrize("first", [None, True])
