@@ -91,9 +91,11 @@ def long_files() -> list[str]:
 
 
 def stems() -> list[str]:
-    """A line for each CUDA source whose idea goes by another name elsewhere: no operation and no engine has a file of its stem."""
+    """A line for each CUDA source whose idea goes by another name elsewhere: no operation and no engine has a file of its stem, or of what
+    comes before the first underscore (norm_fwd.cu is a part of "norm")."""
     rooms = {"ops": "fp8kit/ops", "reference": "fp8kit/backends/reference", "cuda": "fp8kit/backends/cuda", "raw": "fp8kit/raw_kernels"}
     found = {room: {path.stem for path in (ROOT / folder).glob("*") if path.suffix in (".py", ".cu")} for room, folder in rooms.items()}
     kernels = found["raw"] - {"__init__", "manifest"}
-    lonely = sorted(kernels - found["ops"] - found["reference"] - found["cuda"])
+    elsewhere = found["ops"] | found["reference"] | found["cuda"]
+    lonely = sorted(stem for stem in kernels if not {stem, stem.partition("_")[0]} & elsewhere)
     return [f"stem shared with no other room: fp8kit/raw_kernels/{stem}.cu" for stem in lonely]
