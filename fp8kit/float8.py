@@ -40,7 +40,7 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     * ``x``: array of float32, bfloat16, float16 or float64; its last dimension is a row, the leading ones are the rows. A float64 array
       is first rounded to float32.
     * ``scale``: float32, one for each tile: a number or 1 element ("tensor"), one a row ("row"), or the grid of blocks; positive and
-      finite, and so must 1 / scale be in float32 (from 2^-128 on; of an array on a GPU nobody looks at the values). None: current
+      finite, and so must 1 / scale be in float32 (above 2^-128; of an array on a GPU nobody looks at the values). None: current
       scaling, ``format.max / amax`` (1 where amax is 0, Inf or NaN), rounded down to a power of two for the blocks and mx, whose scales
       are thus E8M0 values.
     * ``scaling``: "tensor", "row", "block_1x128", "block_128x128" or "mx_1x32" (rows x columns of a tile; tiles at the edges are smaller).
@@ -354,7 +354,7 @@ def _scale(scale: Any, grid: Shape, where: arrays.Device) -> ArrayView:
         with np.errstate(all="ignore"):
             fit = np.isfinite(view.numpy()) & (view.numpy() > 0) & np.isfinite(1 / view.numpy())
         if not fit.all():
-            wanted = "finite positive float32 numbers whose inverse is finite too (from 2^-128 = 2.94e-39 on)"
+            wanted = "finite positive float32 numbers whose inverse is finite too (above 2^-128 = 2.94e-39)"
             raise FormatError(expected("quantize", "scale", shown(scale), wanted))
     return arrays.to(arrays.contiguous(view), where).reshape(*grid)
 

@@ -24,10 +24,11 @@ _LEAST = 64  # positions that a cache is read up to at least; then powers of two
 
 
 class Cache(NamedTuple):
-    """One layer's keys h (pages, page size, g, d) and values (pages, page size, g, d_v)."""
+    """One layer's keys h (pages, page size, g, d) and values (pages, page size, g, d_v), and their ``dtype``."""
 
     k: Any
     v: Any
+    dtype: DType
 
 
 class Steps:
@@ -208,7 +209,7 @@ class Steps:
         if integer(_OP, "layer_number", layer_number) not in self._caches:
             raise Fp8kitError(expected(_OP, "layer_number", layer_number, f"a layer that has caches: {sorted(self._caches)}"))
         found = []
-        for cache in self._caches[layer_number]:
+        for cache in self._caches[layer_number][:2]:
             found.append(self._gather(cache, (self.batch_size, self.max_seqlen_kv, *cache.shape[2:]), pages, totals))
         return found[0], found[1]
 
@@ -254,7 +255,8 @@ class Steps:
         columns = min(self.max_sequence_length, _power_of_two(max(_LEAST, self.max_seqlen_kv)))
         shapes = self._cache_shapes(groups, dims)
         if layer_number in self._caches:
-            shapes = {name: tuple(cache.shape) for name, cache in zip(shapes, self._caches[layer_number], strict=True)}
+            cache = self._caches[layer_number]
+            shapes, dtype = dict(zip(shapes, (tuple(cache.k.shape), tuple(cache.v.shape)), strict=True)), cache.dtype
         metas = {name: Meta(shape, dtype) for name, shape in shapes.items()}
         return metas | {name: Meta(tuple(self._on_device[name].shape), int32) for name in _STEP}, (rows, columns)
 
@@ -276,7 +278,8 @@ class Steps:
         """A layer's caches, made where it has none."""
         found = self._caches.get(layer_number)
         if found is None:
-            found = self._caches[layer_number] = Cache(*(self._empty(shape, dtype) for shape in self._cache_shapes(groups, dims).values()))
+            k, v = (self._empty(shape, dtype) for shape in self._cache_shapes(groups, dims).values())
+            found = self._caches[layer_number] = Cache(k, v, dtype)
         return found
 
     def __repr__(self) -> str:

@@ -230,7 +230,7 @@ class DelayedScaling(Recipe):
     * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32 ``(H, n) -> (n,)``.
     * ``scaling_factor_compute_algo``: None for the rule above, or a callable ``(amax, scale, fp8_max, recipe) -> scale`` on NumPy
       float32 ``(n,)``. FLT_MAX takes the place of an Inf among the scales, and the old scale that of what is no scale where amax is 0, Inf
-      or NaN; elsewhere one that is NaN or below 2^-128 is a RecipeError, and nothing is updated. Callables run on the host and cost a
+      or NaN; elsewhere one that is NaN or not above 2^-128 is a RecipeError, and nothing is updated. Callables run on the host and cost a
       synchronisation per update.
     * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing to reduce.
     * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.

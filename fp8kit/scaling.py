@@ -23,7 +23,7 @@ HostArray = np.ndarray[Any, Any]
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 FIELDS = ("scale", "scale_inv", "amax_history")
-_LEAST_SCALE = 2.0**-128  # whose inverse float32 still has
+_NO_SCALE = 2.0**-128  # the largest number whose inverse overflows float32
 
 
 def forward_slots(gemms: Sequence[str]) -> dict[str, int]:
@@ -237,10 +237,10 @@ def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int
 def _scales(recipe: DelayedScaling, answer: HostArray, amax: HostArray, scale: HostArray, used: HostArray) -> HostArray:
     """What a callable answered, made scales as ``DelayedScaling`` says. RecipeError for one that no scale can be."""
     capped = np.minimum(answer, np.finfo(np.float32).max)
-    fits = capped >= _LEAST_SCALE  # False for NaN
+    fits = capped > _NO_SCALE  # False for NaN
     wrong = np.flatnonzero(used & np.isfinite(amax) & (amax > 0) & ~fits)
     if wrong.size:
-        got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale, at least 2^-128"
+        got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale, above 2^-128"
         raise RecipeError(expected(type(recipe).__name__, "scaling_factor_compute_algo", got, wanted))
     return np.where(fits, capped, scale)
 

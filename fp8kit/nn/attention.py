@@ -163,7 +163,7 @@ class MultiheadAttention(Module):
                 raise BackendError(expected(operation, "encoder_output", f"device {source.device}", f"device {x.device}, as hidden_states"))
         shapes = projected(core, x.shape[:-1], None if source is None else source.shape[:-1], self._apart, self.q_norm is not None)
         stands = {name: ArrayView(0, shape, x.dtype, x.device) for name, shape in shapes.items()}
-        layout, names = layout_of(operation, {**dict.fromkeys((*PARTS,)), **stands})
+        layout, names = layout_of(operation, {**dict.fromkeys(PARTS), **stands})
         interleave = -2 if self._interleaved and not self._apart else -3
         wanted_grads: tuple[str, ...] = ()
         if options.get("inference_params") is not None and is_grad_enabled():

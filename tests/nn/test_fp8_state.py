@@ -106,7 +106,7 @@ def test_callables_get_and_give_what_they_should(device):
         update(wrong, [state_with([[4, 0], [1, 9]], [1, 2], device)], 448.0)
 
 
-@pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, 1e-39])
+@pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, 1e-39, 2.0**-128])
 def test_a_callable_cannot_spoil_a_scale(bad, device):
     recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, bad))
     history, scale = np.float32([[4, 2], [1, 0]]), np.float32([1, 2])
@@ -116,6 +116,15 @@ def test_a_callable_cannot_spoil_a_scale(bad, device):
     np.testing.assert_array_equal(host(state.scale), scale)
     np.testing.assert_array_equal(host(state.amax_history), history)
     update(recipe, [state_with([[0, 0], [1, 0]], scale, device)], 448.0)  # nothing was used: nobody asks what the scale would be
+
+
+def test_the_least_scale_of_a_callable_has_an_inverse(device):
+    least = np.nextafter(np.float32(2.0**-128), np.float32(1))
+    recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, least))
+    state = state_with([[4, 2], [1, 0]], [1, 2], device)
+    update(recipe, [state], 448.0)
+    np.testing.assert_array_equal(host(state.scale), [least, least])
+    assert np.isfinite(host(state.scale_inv)).all()
 
 
 def test_a_callables_scales_where_amax_says_nothing(device):

@@ -10,7 +10,7 @@ import pytest
 from fp8kit import formats, nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import no_grad, tensor
-from fp8kit.errors import AutogradError, Fp8kitError, ShapeError
+from fp8kit.errors import AutogradError, FormatError, Fp8kitError, ShapeError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits, relative_error
@@ -371,6 +371,18 @@ def test_calls_that_a_cache_cannot_serve_are_refused(name):
     q, k, v = (np.ones((1, 2, h, D), np.float32) for h in heads)
     with no_grad(), pytest.raises(Fp8kitError, match=said):
         core(q, k, v, inference_params=cache, **call)
+
+
+def test_a_cache_of_another_dtype_is_refused_before_anything_runs(device):
+    """Two layers of one number, of different dtypes: the second one's projections do not run."""
+    cache, x = nn.InferenceParams(1, 8, qkv_format="bshd", device=device), np.ones((1, 2, HIDDEN), np.float32)
+    for step, dtype in enumerate(("float32", "float16")):
+        layer = layer_of("bshd", device, dtype=dtype)
+        cache.pre_step({0: 2})
+        expected = pytest.raises(FormatError, match=r"k_cache: got .*float32, expected .*float16") if step else contextlib.nullcontext()
+        with no_grad(), autocast(recipe=DelayedScaling()), expected:
+            layer(tensor(x, dtype=dtype, device=device), inference_params=cache)
+        assert bool(layer.self_attention.layernorm_qkv.fp8_meta) is not bool(step)
 
 
 def test_too_few_angles_are_refused():
