@@ -76,6 +76,14 @@ def brings(module: torch.nn.Module) -> bool:
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
+def want_parameter(operation: str, name: str, own: Tensor, device: torch.device, dtype: torch.dtype | None) -> None:
+    """BackendError or FormatError for a parameter that is not on the input's ``device`` or not of its ``dtype`` (None: of any)."""
+    if own.device != device:
+        raise BackendError(expected(operation, name, f"device {own.device}", f"device {device}, as inp"))
+    if dtype is not None and own.dtype is not dtype:
+        raise FormatError(expected(operation, name, own.dtype, f"{dtype}, as inp"))
+
+
 def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
     """BackendError or FormatError for a parameter of a part of a layer on another device or of another dtype than x, where the part will
     find it as it is now: before another part runs."""
@@ -83,10 +91,8 @@ def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
         return
     device, dtype = x.device, x.dtype if autocast_dtype(x) is None else None
     for name, own in module._parameters.items():
-        if own is not None and own.device != device:
-            raise BackendError(expected(type(module).__name__, name, f"device {own.device}", f"device {device}, as inp"))
-        if own is not None and dtype is not None and own.dtype is not dtype:
-            raise FormatError(expected(type(module).__name__, name, own.dtype, f"{dtype}, as inp"))
+        if own is not None:
+            want_parameter(type(module).__name__, name, own, device, dtype)
 
 
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
@@ -102,4 +108,4 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
 
 
 __all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "not_compiled", "only", "positive", "refuse", "want_alike",
-           "want_input", "want_like", "want_plain"]
+           "want_input", "want_like", "want_parameter", "want_plain"]
