@@ -134,7 +134,8 @@ class DotProductAttention(ParameterModule):
             return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, **options)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         if settled is None:
-            settled = self.settle(op, layout, inputs, options)
+            cached = inference_params is not None and torch.is_grad_enabled()
+            settled = self.settle(op, layout, inputs, options, tuple(n for n, t in inputs.items() if t.requires_grad) if cached else ())
         first = next(iter(inputs.values()))
         inputs.update(settled.beside)
         if inference_params is not None:
@@ -210,7 +211,7 @@ class DotProductAttention(ParameterModule):
         channels, channels_v = self._dims
         spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                         policy_now().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        if dropout or type(first) is Stand:  # a draw changes the generator's state
+        if dropout or cache is not None or type(first) is Stand:  # a draw changes the generator's state, a first step makes caches
             rng = {"rng": Stand((2,), torch.int64, device)} if dropout else {}
             rehearse(asked, spec, {**layers, **beside, **step, **rng}, wanted)
         return Settled(asked, spec, beside)
