@@ -121,17 +121,19 @@ class DotProductAttention(ParameterModule):
         refuse(op, FORWARD[op], other)
         if settled is None and not torch.compiler.is_compiling():
             check(op, CALLED, locals())
-        options = {
-            "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type, "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal, "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "inference_params": inference_params,
-            "pad_between_seqs": pad_between_seqs, "qkv_interleave_dim": qkv_interleave_dim,
-        }  # fmt: skip
+        options: dict[str, Any] = {}
+        if settled is None or checkpoint_core_attention:
+            options = {
+                "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+                "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type, "window_size": window_size,
+                "bottom_right_diagonal": bottom_right_diagonal, "core_attention_bias_type": core_attention_bias_type,
+                "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "inference_params": inference_params,
+                "pad_between_seqs": pad_between_seqs, "qkv_interleave_dim": qkv_interleave_dim,
+            }  # fmt: skip
         if checkpoint_core_attention:
-            options |= {"qkv_layer": qkv_layer, "kv_layer": kv_layer, **({} if settled is None else {"settled": settled})}
-            return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, **options)
+            return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, qkv_layer=qkv_layer, kv_layer=kv_layer,
+                              settled=settled, **options)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         if settled is None:
             cached = inference_params is not None and torch.is_grad_enabled()
