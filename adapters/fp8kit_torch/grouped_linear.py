@@ -112,16 +112,15 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _want_groups_alike(self, x: Tensor) -> None:
         """ShapeError, BackendError or FormatError for a group's parameter of another shape than it had, on another device or of another
         dtype than x, before any group runs."""
-        device, dtype = x.device, x.dtype if autocast_dtype(x) is None else None
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
         if self.use_bias and not self.return_bias:
             shapes["bias"] = (self.out_features,)
-        for i in range(self.num_gemms):
-            for kind, shape in shapes.items():
-                own = getattr(self, f"{kind}{i}")
+        for kind, shape in shapes.items():
+            named = {f"{kind}{i}": getattr(self, f"{kind}{i}") for i in range(self.num_gemms)}
+            for name, own in named.items():
                 if own.shape != shape:
-                    raise ShapeError(expected("GroupedLinear", f"{kind}{i}", f"shape {tuple(own.shape)}", f"shape {shape}"))
-                arguments.want_parameter("GroupedLinear", f"{kind}{i}", own, device, dtype)
+                    raise ShapeError(expected("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {shape}"))
+            arguments.want_parameters("GroupedLinear", named, x)
 
     def _group(self, i: int, x: Tensor, first: bool | None, main: Fused | None) -> Tensor:
         weight = self._opened_group(i)
