@@ -76,17 +76,22 @@ def brings(module: torch.nn.Module) -> bool:
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
+def want_parameters(operation: str, parameters: Mapping[str, Tensor | None], x: Tensor) -> None:
+    """BackendError or FormatError for a parameter on another device or of another dtype than x, the dtype where nothing is cast."""
+    device, dtype = x.device, x.dtype
+    for name, own in parameters.items():
+        if own is None or (own.dtype is dtype and own.device == device):
+            continue
+        if own.device != device:
+            raise BackendError(expected(operation, name, f"device {own.device}", f"device {device}, as inp"))
+        if autocast_dtype(x) is None:
+            raise FormatError(expected(operation, name, own.dtype, f"{dtype}, as inp"))
+
+
 def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
-    """BackendError or FormatError for a parameter of a part of a layer on another device or of another dtype than x, where the part will
-    find it as it is now: before another part runs."""
-    if module is None or brings(module):
-        return
-    device, dtype = x.device, x.dtype if autocast_dtype(x) is None else None
-    for name, own in module._parameters.items():
-        if own is not None and own.device != device:
-            raise BackendError(expected(type(module).__name__, name, f"device {own.device}", f"device {device}, as inp"))
-        if own is not None and dtype is not None and own.dtype is not dtype:
-            raise FormatError(expected(type(module).__name__, name, own.dtype, f"{dtype}, as inp"))
+    """``want_parameters`` of a part of a layer, where the part will find them as they are now: before another part runs."""
+    if module is not None and not brings(module):
+        want_parameters(type(module).__name__, module._parameters, x)
 
 
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
@@ -102,4 +107,4 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
 
 
 __all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "not_compiled", "only", "positive", "refuse", "want_alike",
-           "want_input", "want_like", "want_plain"]
+           "want_input", "want_like", "want_parameters", "want_plain"]

@@ -219,6 +219,7 @@ class MultiheadAttention(torch.nn.Module):
             layers["kv_layer"] = self.key_value(source, is_first_microbatch, part={"bias": self.key_value.bias_mode})
         if self._apart:
             layers = self._split(layers)
+
         def turn(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
             turns = self._turns("MultiheadAttention", found, rotary_pos_emb, options) if ahead.turns is None else ahead.turns
             return {**found, **{name: run("rope", spec, {"x": found[name], **beside})["y"] for name, (spec, beside) in turns.items()}}

@@ -121,20 +121,23 @@ class DotProductAttention(ParameterModule):
         refuse(op, FORWARD[op], other)
         if settled is None and not torch.compiler.is_compiling():
             check(op, CALLED, locals())
-        options = {
-            "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type, "window_size": window_size,
-            "bottom_right_diagonal": bottom_right_diagonal, "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "inference_params": inference_params,
-            "pad_between_seqs": pad_between_seqs, "qkv_interleave_dim": qkv_interleave_dim,
-        }  # fmt: skip
+        options: dict[str, Any] = {}
+        if settled is None or checkpoint_core_attention:
+            options = {
+                "attention_mask": attention_mask, "qkv_format": qkv_format, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+                "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded, "max_seqlen_q": max_seqlen_q,
+                "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type, "window_size": window_size,
+                "bottom_right_diagonal": bottom_right_diagonal, "core_attention_bias_type": core_attention_bias_type,
+                "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "inference_params": inference_params,
+                "pad_between_seqs": pad_between_seqs, "qkv_interleave_dim": qkv_interleave_dim,
+            }  # fmt: skip
         if checkpoint_core_attention:
-            options |= {"qkv_layer": qkv_layer, "kv_layer": kv_layer, **({} if settled is None else {"settled": settled})}
-            return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, **options)
+            return checkpoint(self, query_layer, key_layer, value_layer, use_reentrant=False, qkv_layer=qkv_layer, kv_layer=kv_layer,
+                              settled=settled, **options)
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         if settled is None:
-            settled = self.settle(op, layout, inputs, options)
+            cached = inference_params is not None and torch.is_grad_enabled()
+            settled = self.settle(op, layout, inputs, options, tuple(n for n, t in inputs.items() if t.requires_grad) if cached else ())
         first = next(iter(inputs.values()))
         inputs.update(settled.beside)
         if inference_params is not None:
@@ -210,7 +213,7 @@ class DotProductAttention(ParameterModule):
         channels, channels_v = self._dims
         spec = spec_for("AttentionSpec", self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                         policy_now().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        if dropout or type(first) is Stand:  # a draw changes the generator's state
+        if dropout or cache is not None or type(first) is Stand:  # a draw changes the generator's state, a first step makes caches
             rng = {"rng": Stand((2,), torch.int64, device)} if dropout else {}
             rehearse(asked, spec, {**layers, **beside, **step, **rng}, wanted)
         return Settled(asked, spec, beside)

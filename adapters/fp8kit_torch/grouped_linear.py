@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8
@@ -100,33 +100,35 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise ArgumentError(expected("GroupedLinear", "is_first_microbatch", repr(is_first_microbatch), "True, False or None"))
         if not torch.compiler.is_compiling():
             self._want_groups_alike(x)
-        y = torch.cat([self._group(i, part, is_first_microbatch) for i, part in enumerate(rows.split(splits))])
+        fused = None
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                raise not_compiled("fuse_wgrad_accumulation")
+            fused = self._fused(is_first_microbatch, autocast_dtype(x) or x.dtype)
+        y = torch.cat([self._group(i, part, is_first_microbatch, fused) for i, part in enumerate(rows.split(splits))])
         y = y.reshape(*x.shape[:-1], self.out_features)
         return (y, [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None) if self.return_bias else y
 
     def _want_groups_alike(self, x: Tensor) -> None:
-        """BackendError or FormatError for a group's parameter on another device or of another dtype than x, before any group runs."""
-        cast = autocast_dtype(x) is not None
-        for i in range(self.num_gemms):
-            for name in (f"weight{i}", *((f"bias{i}",) if self.use_bias and not self.return_bias else ())):
-                own = getattr(self, name)
-                if own.shape != (self.out_features, self.in_features)[: own.ndim] or own.ndim != (2 if name == f"weight{i}" else 1):
-                    wanted = (self.out_features, self.in_features)[: 2 if name == f"weight{i}" else 1]
-                    raise ShapeError(expected("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {wanted}"))
-                if own.device != x.device:
-                    raise BackendError(expected("GroupedLinear", name, f"device {own.device}", f"device {x.device}, as inp"))
-                if own.dtype is not x.dtype and not cast:
-                    raise FormatError(expected("GroupedLinear", name, own.dtype, f"{x.dtype}, as inp"))
+        """ShapeError, BackendError or FormatError for a group's parameter of another shape than it had, on another device or of another
+        dtype than x, before any group runs."""
+        shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
+        if self.use_bias and not self.return_bias:
+            shapes["bias"] = (self.out_features,)
+        for kind, shape in shapes.items():
+            named = {f"{kind}{i}": getattr(self, f"{kind}{i}") for i in range(self.num_gemms)}
+            for name, own in named.items():
+                if own.shape != shape:
+                    raise ShapeError(expected("GroupedLinear", name, f"shape {tuple(own.shape)}", f"shape {shape}"))
+            arguments.want_parameters("GroupedLinear", named, x)
 
-    def _group(self, i: int, x: Tensor, first: bool | None) -> Tensor:
+    def _group(self, i: int, x: Tensor, first: bool | None, main: Fused | None) -> Tensor:
         weight = self._opened_group(i)
         bias = getattr(self, f"bias{i}") if self.use_bias and not self.return_bias else None
         compiled, state = torch.compiler.is_compiling(), current()
         fused = None
-        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            if compiled:
-                raise not_compiled("fuse_wgrad_accumulation")
-            fused = self._fused_group(i, first, x)
+        if main is not None and f"weight{i}" in main.parameters:
+            fused = main._replace(parameters={"weight0": main.parameters[f"weight{i}"]})
         if x.shape[0] == 0:
             return _Nothing.apply(x, weight, bias, fused) if fused is not None else torch.nn.functional.linear(x, weight, bias)
         tensors = {"x": x, "weight0": weight} | ({} if bias is None else {"bias0": bias})
@@ -146,11 +148,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         if self._held is None:
             return getattr(self, f"weight{i}")
         return self._opened({f"weight{i}": getattr(self, f"weight{i}")})[0][f"weight{i}"]
-
-    def _fused_group(self, i: int, first: bool | None, x: Tensor) -> Fused | None:
-        whole = self._fused(first, autocast_dtype(x) or x.dtype)
-        found = whole.parameters.get(f"weight{i}")
-        return None if found is None else whole._replace(parameters={"weight0": found})
 
     def _trace_group(self, i: int, tensors: dict[str, Tensor], bias: str, state: AutocastState | None, first: bool | None) -> Tensor:
         """``_group`` in a way that ``torch.compile`` can follow."""
@@ -223,12 +220,11 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 def _of(i: int, wiring: Wiring) -> Wiring:
     """The part of a layer's wiring that one group reads and writes."""
-    def part(views: Mapping[str, ArrayView] | None, suffix: str) -> Any:
-        start = f"{i}_"
-        return None if views is None else {n.removeprefix(start): v for n, v in views.items() if n.startswith(start) and n.endswith(suffix)}
+    def part(views: Mapping[str, ArrayView] | None, *names: str) -> Any:
+        return None if views is None else {name: views[f"{i}_{name}"] for name in names}
 
-    return wiring._replace(scales=part(wiring.scales, "scale"), front=part(wiring.front, "amax"), late=part(wiring.late, "scale"),
-                           back=part(wiring.back, "amax"))
+    return wiring._replace(scales=part(wiring.scales, "x_scale", "w_scale"), front=part(wiring.front, "x_amax", "w_amax"),
+                           late=part(wiring.late, "g_scale"), back=part(wiring.back, "g_amax"))
 
 
 class _Nothing(torch.autograd.Function):

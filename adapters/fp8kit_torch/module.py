@@ -21,7 +21,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import recompute
 from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
-from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_alike, want_like
+from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_alike, want_parameters
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
@@ -133,10 +133,11 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def want_ready(self, x: Tensor) -> None:
         """Fp8kitError kinds where a pass on inputs like ``x`` would find a parameter on another device or of another dtype, or a weight
-        without the ``main_grad`` that it fills: what a layer of several modules asks of each before the first of them runs."""
-        if torch.compiler.is_compiling() or brings(self):
+        without the ``main_grad`` that it fills: what a layer of several modules asks of each before the first of them runs, outside of
+        ``torch.compile``."""
+        if brings(self):
             return
-        want_like(self, x)
+        want_parameters(type(self).__name__, self._parameters, x)
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             self._fused(None, autocast_dtype(x) or x.dtype)
 
@@ -321,6 +322,7 @@ class TransformerEngineBaseModule(StatefulModule):
                     made.update(trace("weight_cast", spec, tuple(own), list(own.values()), (prefix,), traced, i))
             self._weights = (text, made)
         return self._weights[1]
+
 
 def _of(wiring: Wiring, prefix: str) -> Wiring:
     """The part of a wiring that one weight's cast reads and writes."""

@@ -81,3 +81,20 @@ def test_tensors_without_memory_are_refused(recipe):
 def test_what_only_the_native_door_looks_for_is_refused():
     with pytest.raises(TypeError, match="check_finite"):
         ft.autocast(check_finite=True)
+
+
+@pytest.mark.parametrize("wrong", ["grad", "dtype"])
+def test_a_refused_first_step_makes_no_caches(wrong):
+    """They would have the refused call's dtype, which the next call's would have to be."""
+    params = ft.InferenceParams(2, 8, qkv_format="bshd", device="cpu")
+    params.pre_step({"a": T, "b": T})
+    core = ft.DotProductAttention(H, D, qkv_format="bshd", layer_number=1)
+    layers = [torch.randn(2, T, H, D) for _ in range(3)]
+    refused = [layers[0].clone().requires_grad_(wrong == "grad"), *(t.to(torch.bfloat16) if wrong == "dtype" else t for t in layers[1:])]
+    with pytest.raises(Fp8kitError, match=r"^cached_attention: "):
+        core(*refused, inference_params=params)
+    assert params._caches == {}
+    layers = [t.to(torch.bfloat16) for t in layers]
+    expect = ft.DotProductAttention(H, D, qkv_format="bshd")(*layers)
+    most = layers[2].abs().max().item()  # the probabilities and o are rounded to bfloat16
+    torch.testing.assert_close(core(*layers, inference_params=params), expect, rtol=2.0**-7, atol=2.0**-7 * most)
