@@ -11,7 +11,7 @@ import numpy as np
 from fp8kit import arrays, layers
 from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device, Shape
-from fp8kit.autograd import Tensor, apply, rehearse
+from fp8kit.autograd import Tensor, apply, is_grad_enabled, rehearse
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.formats import float32, int64
@@ -135,7 +135,9 @@ class DotProductAttention(Module):
             return checkpoint(self, **call, **other)  # type: ignore[no-any-return]
         layout, inputs = _layers(op, query_layer, key_layer, value_layer, qkv_layer, kv_layer)
         if settled is None:
-            settled = self.settle(op, layout, inputs, given)
+            cached = inference_params is not None and is_grad_enabled()
+            wanted = tuple(name for name, value in inputs.items() if cached and value.requires_grad)
+            settled = self.settle(op, layout, inputs, given, wanted)
         dtype = next(iter(inputs.values())).dtype
         inputs = {**inputs, **settled.beside}
         if inference_params is not None:
@@ -215,7 +217,7 @@ class DotProductAttention(Module):
         channels, channels_v = self._dims
         spec = _spec(self.num_attention_heads, channels, self.num_gqa_groups, form, mask, self.softmax_scale, dropout,
                      get_policy().deterministic, layout, channels_v, window, corner, bias, self.softmax_type, *longest)
-        if isinstance(first, ArrayView):
+        if isinstance(first, ArrayView) or cache is not None:  # a first step makes caches
             inputs = {**layers, **beside, **step, **({"rng": ArrayView(0, (2,), int64, device)} if dropout else {})}
             rehearse(asked, spec, inputs, self, wanted)
         return Settled(asked, spec, beside)

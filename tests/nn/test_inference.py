@@ -400,6 +400,9 @@ def test_a_step_is_taken_once_and_without_gradients():
     x = np.ones((1, 2, HEADS, D), np.float32)
     with pytest.raises(AutogradError, match="cached_attention: q: got an array that requires a gradient"):
         core(tensor(x, requires_grad=True), x, x, inference_params=cache)
+    with pytest.raises(FormatError, match="attention: k: got fp8kit.float16, expected fp8kit.float32"):
+        core(x, x.astype(np.float16), x, inference_params=cache)
+    assert cache._caches == {}  # a cache would have the refused call's dtype
     want = core(x, x, x).numpy()  # the refused call was no step
     assert_close("o", core(x, x, x, inference_params=cache).numpy(), want.astype(np.float64), "float32", 64 * D * U)
     with pytest.raises(Fp8kitError, match="1 twice in a step, expected pre_step before each step, and a number of its own for each layer"):
