@@ -49,7 +49,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[autocast | resumed, AutocastState]] = []
         self.active = 0  # depth of the outermost enabled or calibrating autocast, 0 where there is none
-        self.touched: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
+        # door and id of a recipe -> the recipe and the states that recorded by it
+        self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
 
 
 _thread = _Thread()
@@ -71,7 +72,9 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
     if not _thread.active:
         raise Fp8kitError(expected("touch_forward", "state", "a call outside of autocast", "a call within an active autocast"))
     if training or stack[-1][1].calibrating:
-        _thread.touched.setdefault((type(state), recipe), {})[id(state)] = state
+        touched, key = _thread.touched, (type(state), id(recipe))
+        found = touched.get(key) or touched.setdefault(key, (recipe, {}))
+        found[1][id(state)] = state
 
 
 class autocast(ContextDecorator):
@@ -135,11 +138,11 @@ class autocast(ContextDecorator):
         thread.touched = {}
         try:
             while left and kind is None:
-                (door, recipe), states = left[0]
+                (door, _), (recipe, states) = left[0]
                 door.commit_forward(recipe, list(states.values()))
                 del left[0]
         finally:
-            for (door, _), states in left:
+            for (door, _), (_, states) in left:
                 door.discard_forward(list(states.values()))
 
 

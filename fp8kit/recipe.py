@@ -54,15 +54,15 @@ class Format(Enum):
     @property
     def forward(self) -> formats.Format:
         """Format of inputs and weights."""
-        return _PAIRS[self.name][0]
+        return _PAIRS[self._name_][0]
 
     @property
     def backward(self) -> formats.Format:
         """Format of output gradients."""
-        return _PAIRS[self.name][1]
+        return _PAIRS[self._name_][1]
 
 
-_PAIRS = {
+_PAIRS = {  # by ``_name_``, where an Enum keeps its name: each pass asks, and ``name`` is a property of a property
     "E2M1": (formats.E2M1, formats.E2M1),
     "E4M3": (formats.E4M3, formats.E4M3),
     "E5M2": (formats.E5M2, formats.E5M2),

@@ -198,9 +198,25 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
         scale, scale_inv, history = state.views.values()
         parts.setdefault(scale.device, []).append((scale, scale_inv, history))
     for device, there in parts.items():
-        scales, inverses, histories = zip(*there, strict=True)
         on = arrays.current_stream(device) if stream is None else stream(device)
-        dispatch.kernels(device).update_delayed_(scales, inverses, histories, [fp8_max] * len(there), recipe.margin, most_recent, on)
+        kernels = dispatch.kernels(device)
+        again = getattr(kernels, "again", None)
+        if again is None:
+            _update(kernels, there, fp8_max, recipe.margin, most_recent, on)
+            continue
+        key = ("update_delayed_", on, fp8_max, recipe.margin, most_recent,
+               *[(scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there])  # fmt: skip
+        run = again.found.get(key)
+        if run is None:
+            with again.recording(key):
+                _update(kernels, there, fp8_max, recipe.margin, most_recent, on)
+        else:
+            run()
+
+
+def _update(kernels: Any, states: list[tuple[ArrayView, ...]], fp8_max: float, margin: int, most_recent: bool, stream: int) -> None:
+    scales, inverses, histories = zip(*states, strict=True)
+    kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(states), margin, most_recent, stream)
 
 
 def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:

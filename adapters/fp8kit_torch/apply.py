@@ -79,28 +79,35 @@ class _Short(torch.autograd.Function):
         return (*outputs, *(tensors[i] for i in ready.through))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
-        count = len(ready.kept)
-        kept, held = saved[:count], list(saved[count:])
-        if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
-            finish_backward(*wiring.ticket)
-        into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
-        # a layer with ``fp8_grad`` gives its input's gradient in FP8
-        plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
-        if ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on ``held`` alone holds what forward saved
-            del saved
-            ctx.maybe_clear_saved_tensors()
-        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
-        found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
-        for i, grad in zip(ready.wanted, made, strict=True):
-            found[3 + i] = grad
-        for i, name in zip(ready.wanted, ready.needs, strict=True) if into else ():
-            if name in into:
-                _, shape, kind = ready.inputs[i]
-                found[3 + i] = ctx.fused.stand_in(name, shape, dtype_of(kind))
-        return tuple(found)
+        return (_back_once if torch.is_grad_enabled() else _back)(ctx, *grads)
+
+
+def _back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
+    count = len(ready.kept)
+    kept, held = saved[:count], list(saved[count:])
+    if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
+        finish_backward(*wiring.ticket)
+    into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
+    # a layer with ``fp8_grad`` gives its input's gradient in FP8
+    plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
+    if ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on ``held`` alone holds what forward saved
+        del saved
+        ctx.maybe_clear_saved_tensors()
+    made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
+    found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
+    for i, grad in zip(ready.wanted, made, strict=True):
+        found[3 + i] = grad
+    for i, name in zip(ready.wanted, ready.needs, strict=True) if into else ():
+        if name in into:
+            _, shape, kind = ready.inputs[i]
+            found[3 + i] = ctx.fused.stand_in(name, shape, dtype_of(kind))
+    return tuple(found)
+
+
+_back_once = torch.autograd.function.once_differentiable(_back)  # for what is to be differentiated itself, which is refused when it is
+_apply_short = super(torch.autograd.Function, _Short).apply  # type: ignore[misc]  # what _Short.apply comes to outside of torch.func
 
 
 def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fused: Fused | None = None) -> dict[str, Tensor]:
@@ -111,7 +118,7 @@ def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fuse
     tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
     ready = what.ready(tensors, needs)
     if needs:
-        outputs = _Short.apply(ready, wiring, fused, *tensors)
+        outputs = (_Short.apply if torch._C._are_functorch_transforms_active() else _apply_short)(ready, wiring, fused, *tensors)
     else:
         made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
         outputs = [*made, *(tensors[i] for i in ready.through)]

@@ -28,6 +28,7 @@ from fp8kit.ops.linear import weight_cast
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.products import product_of
 from fp8kit.ops.split_heads import split_heads
+from fp8kit.replays import replays
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit.scratch import Buffers, Scratch, large
 from fp8kit.spec import Meta, Signature
@@ -87,6 +88,12 @@ class Block:
             views = Buffers(views | {name: view_of(tensor, meta, device) for (name, meta), tensor in own}, {}, self.make)
         held.clear()
         return views
+
+    def kept_at(self, device: Device, stream: int) -> int:
+        """Address of the thread's memory for these temporaries, 0 for none; -1 where they lie elsewhere at each call (see ``room``)."""
+        if not self.parts:
+            return 0
+        return -1 if device.kind == "cpu" or torch.cuda.is_current_stream_capturing() else _SCRATCH.room(self.size, device, stream).ptr
 
     def room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
         """Buffers for one operation's temporaries on ``stream``, not to be changed. ``kept``: those in the thread's ``fp8kit.scratch``; but
@@ -334,6 +341,9 @@ class Ready:
         self.front = {name: slot for name, slot in call.front.items() if f"{name}_amax" in signature.outputs}
         self.back = {name: slot for name, slot in call.back.items() if f"{name}_amax" in signature.grads}
         self.front_slots, self.back_slots = call.front_slots, call.back_slots
+        # what was done already; None where that is not recorded, as where buffers lie apart
+        self.again = replays(kernels) if self.eager and not self.scratch.apart else None
+        self.back_again = replays(kernels) if self.eager and not (self.grads_apart or self.back_scratch.apart) else None
         at = {name: i for i, name in enumerate(call.names)}
         self.wanted = [at[name] for name in needs]
         self.through = [at[name] for name in signature.passes.values()]
@@ -341,9 +351,10 @@ class Ready:
         # (name, index, whether it is an output, shape, dtype) of what backward reads
         shapes = {name: (shape, kind) for name, shape, kind in self.inputs} | {out.name: (out.shape, out.kind) for out in self.outputs}
         self.kept = [(n, at[n] if n in at else made[n], n not in at, *shapes[n]) for n in signature.kept if n in at or n in made]
-        # of each wanted gradient: its place among those that are made, or the output whose cotangent it is
+        # of each wanted gradient: its place among those that are made, or of the output whose cotangent it is
         own = {out.name: i for i, out in enumerate(self.grads)}
-        self.answers = [(own.get(name), signature.grad_passes.get(name, "")) for name in needs]
+        passed = {name: i for i, name in enumerate(self.names)}
+        self.answers = [(own.get(name), passed.get(signature.grad_passes.get(name, ""))) for name in needs]
         missing = [name for name in needs if name not in signature.grads and name not in signature.grad_passes]
         if missing:
             raise FormatError(expected(call.operation.name, missing[0], "a tensor that requires a gradient", "one that does not"))
@@ -365,24 +376,42 @@ class Ready:
     def _forward(
         self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, apart: bool
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        place, device, row = self.place, self.device, None
+        device, row = self.device, None
         if amaxes is None and self.front:
             row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
-            amaxes = amax_views(self.front, row, place)
+            amaxes = amax_views(self.front, row, self.place)
+        outputs = self._made(self.outputs)
+        block = self.saved_apart if apart else self.saved
+        held = [torch.empty(block.size, dtype=torch.uint8, device=device)] if block.parts else []
+        stream = self.stream()
+        again = None if block.apart else self.again
+        at = -1 if again is None else self.scratch.kept_at(self.place, stream)
+        if at < 0:
+            held += self._run_forward(tensors, scales, amaxes, outputs, block, held, stream)
+            return outputs, row, held
+        key = (stream, at, *[t.data_ptr() for t in tensors], *[t.data_ptr() for t in outputs], *[t.data_ptr() for t in held],
+               *[v.ptr for v in scales.values()], *([v.ptr for v in amaxes.values()] if amaxes else ()))  # fmt: skip
+        run = again.found.get(key)  # type: ignore[union-attr]
+        if run is None:
+            with again.recording(key):  # type: ignore[union-attr]
+                self._run_forward(tensors, scales, amaxes, outputs, block, held, stream)
+        else:
+            run()
+        return outputs, row, held
+
+    def _run_forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, outputs: list[Tensor], block: Block,
+                     held: list[Tensor], stream: int) -> list[Tensor]:
+        """The operation's forward; gives what was saved apart."""
+        place = self.place
         views: Any = scales.copy()
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr() or self._nowhere(name, tensor), shape, kind, place, tensor)
-        outputs, filled = self._filled(self.outputs, amaxes)
-        block = self.saved_apart if apart else self.saved
-        held = [torch.empty(block.size, dtype=torch.uint8, device=device)] if block.parts else []
         saved = block.carve(held[0], place) if held else {}
         if block.apart:
             saved = Buffers(saved, block.apart, self.make)
-        stream = self.stream()
-        self.operation.forward(self.plan, views, filled, saved, self.scratch.room(place, device, stream, self.eager), stream)
-        if block.apart:
-            held += [saved[name].owner for name in block.apart]  # type: ignore[misc]
-        return outputs, row, held
+        scratch = self.scratch.room(place, self.device, stream, self.eager)
+        self.operation.forward(self.plan, views, self._views(self.outputs, outputs, amaxes), saved, scratch, stream)
+        return [saved[name].owner for name in block.apart]  # type: ignore[misc]
 
     def _nowhere(self, name: str, tensor: Tensor) -> int:
         """The address of a tensor that is not read: without elements, or one in FP8 whose codes come beside it. FormatError for one that
@@ -409,48 +438,64 @@ class Ready:
         self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
         into: Mapping[str, Tensor], apart: bool,
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        place, device, row = self.place, self.device, None
+        row = None
         if amaxes is None and self.back:
-            row = torch.zeros(self.back_slots, dtype=torch.float32, device=device)
-            amaxes = amax_views(self.back, row, place)
+            row = torch.zeros(self.back_slots, dtype=torch.float32, device=self.device)
+            amaxes = amax_views(self.back, row, self.place)
+        arrived = [g if g is None or g.is_contiguous() else g.contiguous() for g in cotangents]
+        if arrived[0] is None:
+            main = self.outputs[0]
+            arrived[0] = torch.zeros(main.shape, dtype=main.dtype, device=self.device)
+        made = self._made(self.grads, into, self.grads_apart)
+        stream = self.stream()
+        again = None if self.saved_apart.apart else self.back_again
+        at = -1 if again is None else self.back_scratch.kept_at(self.place, stream)
+        if at < 0:
+            made = self._run_backward(kept, held, arrived, scales, amaxes, made, into, apart, stream)
+        else:
+            key = (stream, at, *[t.data_ptr() for t in kept], *[t.data_ptr() for t in held], *[t.data_ptr() for t in made],
+                   *[None if g is None else (g.data_ptr(), g.dtype) for g in arrived],
+                   *[v.ptr for v in scales.values()], *([v.ptr for v in amaxes.values()] if amaxes else ()))  # fmt: skip
+            run = again.found.get(key)  # type: ignore[union-attr]
+            if run is None:
+                with again.recording(key):  # type: ignore[union-attr]
+                    self._run_backward(kept, held, arrived, scales, amaxes, made, into, apart, stream)
+            else:
+                run()
+        return [(None if passed is None else arrived[passed]) if at is None else made[at] for at, passed in self.answers], row
+
+    def _run_backward(self, kept: Sequence[Tensor], held: list[Tensor], arrived: Sequence[Tensor | None], scales: Views,
+                      amaxes: Views | None, made: list[Tensor], into: Mapping[str, Tensor], apart: bool, stream: int
+                      ) -> list[Tensor]:
+        """The operation's backward; gives the gradients."""
+        place = self.place
         views: Any = scales.copy()
         for (name, _, _, shape, kind), tensor in zip(self.kept, kept, strict=True):
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
-        arrived: dict[str, Tensor] = {}
-        incoming: dict[str, ArrayView | None] = {}
-        main = self.outputs[0]
-        for name, g in zip(self.names, cotangents, strict=True):
-            if g is None and name == main.name:
-                g = torch.zeros(main.shape, dtype=main.dtype, device=device)
-            if g is None:
-                incoming[name] = None
-                continue
-            arrived[name] = g = g if g.is_contiguous() else g.contiguous()
-            incoming[name] = ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
-        made, filled = self._filled(self.grads, amaxes, into, self.grads_apart)
+        incoming = {name: None if g is None else ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
+                    for name, g in zip(self.names, arrived, strict=True)}  # fmt: skip
+        filled = self._views([out for out in self.grads if out.name in into or out.name not in self.grads_apart], made, amaxes)
         if self.grads_apart:
             filled = Buffers(filled, self.grads_apart, self.make)
         saved = (self.saved_apart if apart else self.saved).opened(held, place) if held else {}
-        stream = self.stream()
-        scratch = self.back_scratch.room(place, device, stream, self.eager)
+        scratch = self.back_scratch.room(place, self.device, stream, self.eager)
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
-        if self.grads_apart:
-            made = [filled[out.name].owner for out in self.grads]
-        return [arrived.get(passed) if at is None else made[at] for at, passed in self.answers], row
+        return [filled[out.name].owner for out in self.grads] if self.grads_apart else made
 
-    def _filled(self, outs: list[_Out], amaxes: Views | None, into: Mapping[str, Tensor] = _NOWHERE, later: Mapping[str, Meta] = _NEVER
-                ) -> tuple[list[Tensor], Any]:
-        """Tensors, fresh but for those in ``into``, and they and the amaxes as views by name; but for those that are made ``later``."""
-        made, views = [], {**amaxes} if amaxes else {}
-        for name, shape, strides, dtype, kind, zero in outs:
-            if name in later and name not in into:
-                continue
+    def _made(self, outs: list[_Out], into: Mapping[str, Tensor] = _NOWHERE, later: Mapping[str, Meta] = _NEVER) -> list[Tensor]:
+        """Tensors, fresh but for those in ``into``; but for those that are made ``later``."""
+        made, device = [], self.device
+        for name, shape, strides, dtype, _, zero in outs:
             if name in into:
-                tensor = into[name]
-            else:  # ``empty`` is the slower one: it has more forms, among which its arguments choose
-                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-                if zero:
-                    tensor.zero_()
-            made.append(tensor)
-            views[name] = ArrayView(tensor.data_ptr(), shape, kind, self.place, tensor)
-        return made, views
+                made.append(into[name])
+            elif name not in later:  # ``empty`` is the slower one: it has more forms, among which its arguments choose
+                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                made.append(tensor.zero_() if zero else tensor)
+        return made
+
+    def _views(self, outs: list[_Out], made: list[Tensor], amaxes: Views | None) -> Any:
+        """What was made, and the amaxes, by name."""
+        views = {**amaxes} if amaxes else {}
+        for out, tensor in zip(outs, made, strict=True):
+            views[out.name] = ArrayView(tensor.data_ptr(), out.shape, out.kind, self.place, tensor)
+        return views

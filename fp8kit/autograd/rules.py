@@ -17,6 +17,7 @@ from fp8kit.autograd.tensors import Tensor, name_in, owned, unchanged
 from fp8kit.backends import dispatch
 from fp8kit.errors import AutogradError, BackendError, FormatError, ShapeError, expected
 from fp8kit.formats import DType, int64, uint8
+from fp8kit.replays import Replays, replays
 from fp8kit.scratch import Buffers, large, scratch
 from fp8kit.spec import Meta, Operation, Plan, Views
 
@@ -70,6 +71,13 @@ class Block:
         return Buffers(views, self.apart, maker(device)) if self.apart else views
 
 
+def first(views: Views) -> int:
+    """Address of the first of buffers in one piece of memory, which says where all lie; 0 where there are none."""
+    for view in views.values():
+        return view.ptr  # type: ignore[union-attr]
+    return 0
+
+
 def maker(device: arrays.Device) -> Callable[[Meta], ArrayView]:
     """A function that allocates an array of a meta there."""
     return lambda meta: arrays.empty(meta.shape, meta.dtype, device)
@@ -77,7 +85,8 @@ def maker(device: arrays.Device) -> Callable[[Meta], ArrayView]:
 
 class Ready(NamedTuple):
     """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by identity kept alive.
-    ``grads``, ``grads_apart``: gradients that are allocated together, and those that are when backward comes to them."""
+    ``grads``, ``grads_apart``: gradients that are allocated together, and those that are when backward comes to them. ``again``,
+    ``backward_again``: what was done already, None where that is not recorded, as where buffers lie apart."""
 
     plan: Plan
     saved: Block
@@ -86,6 +95,8 @@ class Ready(NamedTuple):
     grads: dict[str, Meta]
     grads_apart: dict[str, Meta]
     kernels: Any
+    again: Replays | None
+    backward_again: Replays | None
 
 
 def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | None], needs: tuple[str, ...], kernels: Any) -> Ready:
@@ -106,7 +117,9 @@ def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | No
         apart = large(plan.signature.grads) if operation.early else {}
         grads = {name: meta for name, meta in plan.signature.grads.items() if name not in apart}
         saved, forward, back = (Block(m, operation.early) for m in (plan.signature.saved, plan.scratch, plan.backward_scratch))
-        found = _PLANS[key] = Ready(plan, saved, forward, back, grads, apart, kernels)
+        again = None if saved.apart or forward.apart else replays(kernels)
+        backward_again = None if saved.apart or apart or back.apart else replays(kernels)
+        found = _PLANS[key] = Ready(plan, saved, forward, back, grads, apart, kernels, again, backward_again)
     return found
 
 
@@ -200,9 +213,20 @@ def apply(
     temporaries = ready.scratch.room(device, stream)
     if draw is not None:
         views["rng"] = draw(device)
-    operation.forward(plan, views, outputs, saved, temporaries, stream)
-    if type(saved) is Buffers:
-        saved.whole()
+    again = ready.again
+    if again is None:
+        operation.forward(plan, views, outputs, saved, temporaries, stream)
+        if type(saved) is Buffers:
+            saved.whole()
+    else:
+        known = (stream, *[v.ptr for v in views.values() if v is not None], *[v.ptr for v in outputs.values()], first(saved),
+                 first(temporaries))  # fmt: skip
+        run = again.found.get(known)
+        if run is None:
+            with again.recording(known):
+                operation.forward(plan, views, outputs, saved, temporaries, stream)
+        else:
+            run()
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = _passed(inputs[source], views[source])
@@ -316,7 +340,18 @@ def _record(
             left = tape.retaining()
             held = dict(saved) if left else saved
         stream = arrays.current_stream(device)
-        operation.backward(plan, kept, held, by_name, grads, ready.backward_scratch.room(device, stream), stream)
+        temporaries, again = ready.backward_scratch.room(device, stream), ready.backward_again
+        if again is None:
+            operation.backward(plan, kept, held, by_name, grads, temporaries, stream)
+        else:
+            known = (stream, *[0 if v is None else v.ptr for v in (*kept.values(), *by_name.values())], *[v.ptr for v in grads.values()],
+                     first(saved), first(temporaries))  # fmt: skip
+            run = again.found.get(known)
+            if run is None:
+                with again.recording(known):
+                    operation.backward(plan, kept, held, by_name, grads, temporaries, stream)
+            else:
+                run()
         if watcher is not None:
             watcher.backward(where, {}, {name: grads[name] for name in wanted if name in signature.grads})
         return [

@@ -22,6 +22,7 @@ from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, CannotTake, OpImpl, OpRegistry
 from fp8kit.errors import BackendError, expected
+from fp8kit.replays import Replays
 
 log = logging.getLogger("fp8kit")
 
@@ -41,6 +42,13 @@ def say_once(level: int, text: str, *parts: object) -> None:
             _SAID.clear()
         _SAID.add(key)
         log.log(level, text, *parts)
+
+
+class Chosen(SimpleNamespace):
+    """Every kernel of the contract, as it was chosen, and the ``policy``. ``again``: the calls that need not be gone through again, None
+    where they are not recorded. Not among ``vars``: whoever makes another object of these kernels may mean others."""
+
+    __slots__ = ("again",)
 
 
 class OpManager:
@@ -206,13 +214,15 @@ class OpManager:
             if len(self.table) >= _TABLE_LIMIT:
                 self._forget()
             # the policy is kept with what was chosen by it: its identity stays its own as long as the key lives
-            found = SimpleNamespace(policy=policy, **{name: self._function(name, device, policy, arch) for name in KERNELS})
+            ranked = {name: self._ranked(name, device, policy, arch) for name in KERNELS}
+            functions = {name: self._function(name, *ranked[name], device, policy) for name in KERNELS}
+            found = Chosen(policy=policy, **functions)
+            found.again = _again(usable for usable, _ in ranked.values())
             if self._discovered is not None:  # else what is there now is not all that there will be
                 self.table[device, id(policy)] = found
             return found
 
-    def _function(self, name: str, device: Device, policy: SelectionPolicy, arch: Arch) -> Callable[..., Any]:
-        usable, refused = self._ranked(name, device, policy, arch)
+    def _function(self, name: str, usable: list[OpImpl], refused: Refusals, device: Device, policy: SelectionPolicy) -> Callable[..., Any]:
         if name in SERVES:
             return _largest(name, usable)
         if not usable:
@@ -296,6 +306,15 @@ def _arch(device: Device) -> int | None:
         usable = f"{provider.count()} {device.kind} devices are"
         raise BackendError(f"device: {device} is not usable, {usable}; `fp8kit info` lists what is missing")
     return int(ask(device))
+
+
+def _again(ranked: Iterable[list[OpImpl]]) -> Replays | None:
+    """Where the kernels are all one in-tree engine's own, and it records calls."""
+    functions = [getattr(impl.fn, "func", impl.fn) for usable in ranked for impl in usable]
+    packages = {function.__module__.rpartition(".")[0] for function in functions}
+    own = next((name for name in IN_TREE if packages == {f"fp8kit.backends.{name}"}), None)
+    recorder = None if own is None else getattr(importlib.import_module(f"fp8kit.backends.{own}"), "recorder", None)
+    return None if recorder is None else Replays(recorder)
 
 
 def _largest(name: str, impls: list[OpImpl]) -> Callable[..., int]:

@@ -97,6 +97,7 @@ class Fp8Module(Module):
         self._specs: dict[Any, Any] = {}
         self._wiring: _Wiring | None = None
         self._weights: _WeightCache | None = None
+        self._fp8: tuple[Recipe, Fp8] | None = None
         self._form: WeightForm | None = None
 
     # --- what a subclass gives ----------------------------------------------------------------------------------------
@@ -139,7 +140,10 @@ class Fp8Module(Module):
         if state is None or not (state.enabled or state.calibrating):
             return apply(self.operation, self._spec(None, False, bias, options), inputs, owner=self)
         recipe, training = state.recipe, is_grad_enabled() or recompute.first()
-        fp8 = fp8_from_recipe(recipe)
+        known = self._fp8
+        if known is None or known[0] is not recipe:
+            known = self._fp8 = (recipe, fp8_from_recipe(recipe))
+        fp8 = known[1]
         kept = recompute.recall(self)
         if kept is not None:
             return self._run_again(kept, inputs, recipe if state.enabled else None, fp8, bias, options)

@@ -42,8 +42,8 @@ class Driver:
 
 def fake(parameters: str, monkeypatch: pytest.MonkeyPatch, structure: int = 0, status: int = 0) -> tuple[launch.Kernel, Driver]:
     stand_in = Driver([structure if code == "s" else 8 for code in parameters], status)
-    monkeypatch.setattr(launch, "_launcher", lambda: (stand_in.entry, None))
-    monkeypatch.setattr(launch, "_thread", threading.local())
+    monkeypatch.setattr(launch, "launcher", lambda: (stand_in.entry, None))
+    monkeypatch.setattr(launch, "here", launch.Here())
     monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None))
     raw = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=_HANDLE), max_dynamic_shared_size_bytes=0)
     return launch.Kernel("fake", 0, raw, parameters, Resources(32, 0, 0, 0, 0)), stand_in
@@ -142,7 +142,7 @@ def test_another_device_is_made_current_for_the_launch(monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "runtime", lambda: calls)
     seen: list[int] = []
     entry = _EX(lambda *pointers: seen.append(now[0]) or 0)
-    monkeypatch.setattr(launch, "_launcher", lambda: (entry, calls.getDevice))
+    monkeypatch.setattr(launch, "launcher", lambda: (entry, calls.getDevice))
     launch.launch(kernel, 1, 32, (1,), 0)
     assert (seen, now) == ([0], [1])
     assert driver.launches == []

@@ -16,7 +16,7 @@ ROOMS = {
     "settings": ("fp8kit.settings",),
     "formats": ("fp8kit.formats",),
     "raw_kernels": ("fp8kit.raw_kernels",),
-    "arrays": ("fp8kit.arrays", "fp8kit.devices", "fp8kit.dlpack", "fp8kit.scratch"),
+    "arrays": ("fp8kit.arrays", "fp8kit.devices", "fp8kit.dlpack", "fp8kit.scratch", "fp8kit.replays"),
     "codec": ("fp8kit.codec",),
     "recipe": ("fp8kit.recipe",),
     "autocast": ("fp8kit.autocast",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ def implementation(kernel: str) -> Callable[..., Any]:
     if module is None:
         raise KeyError(kernel)
     return getattr(importlib.import_module(f"{__name__}.{module}"), kernel)  # type: ignore[no-any-return]
+
+
+def recorder() -> AbstractContextManager[Any]:
+    """Context manager that gives a ``recorded.Recording`` of what the engine does within, in this thread."""
+    from fp8kit.backends.cuda import recorded
+
+    return recorded.recording()
 
 
 def register(registry: OpRegistry) -> None:

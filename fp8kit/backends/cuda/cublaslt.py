@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import threading
 import weakref
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class Plan:
         self._beta = self._alpha + 4
         self._pointer = ctypes.c_uint64(0)
         self._pointer_at = ctypes.addressof(self._pointer)
-        self._known = [0, 0, 0]  # A's scale, B's scale, bias, as the descriptor has them
+        self._known: list[int] = []  # A's scale, B's scale, bias, as the descriptor has them
         try:
             with launch.current_device(device_index):
                 self._describe()
@@ -149,25 +150,30 @@ class Plan:
             raise BackendError(f"cublaslt: {key} on cuda:{device_index}: {error}") from error
 
     def _describe(self) -> None:
-        key, lt = self.key, self._lt
-        first, second, result = operands(key)
-        self._description = lt.matmul_desc_create(_COMPUTE_32F, _FLOAT32)
-        self._attribute(_TRANSA, int(first.transposed), ctypes.c_int32)
-        self._attribute(_TRANSB, int(second.transposed), ctypes.c_int32)
-        if key.bias:
-            self._attribute(_EPILOGUE, _EPILOGUE_BIAS, ctypes.c_int32)
-            self._attribute(_BIAS_TYPE, key.out.cuda, ctypes.c_int32)
-        if key.scaling is not None:
-            self._attribute(_FAST_ACCUMULATE, int(key.fast_accumulate), ctypes.c_int8)
-            self._attribute(_A_SCALE_MODE, _SCALE_MODES[key.scaling[1]], ctypes.c_int32)
-            self._attribute(_B_SCALE_MODE, _SCALE_MODES[key.scaling[0]], ctypes.c_int32)
-            self._patch(0, _A_SCALE, _SOME_ADDRESS)
-            self._patch(1, _B_SCALE, _SOME_ADDRESS)
-        self._layouts = tuple(self._layout(operand) for operand in (first, second, result))
+        scale = 0 if self.key.scaling is None else _SOME_ADDRESS
+        self._description, self._known = self.description(scale, scale, 0), [scale, scale, 0]
+        self._layouts = tuple(self._layout(operand) for operand in operands(self.key))
 
-    def _attribute(self, attribute: int, value: int, kind: Any) -> None:
-        buffer = kind(value)
-        self._set(self._description, attribute, ctypes.addressof(buffer), ctypes.sizeof(buffer))
+    def description(self, a_scale: int, b_scale: int, bias: int) -> int:
+        """A new descriptor of the product with those addresses, to be destroyed by the caller."""
+        key, (first, second, _) = self.key, operands(self.key)
+        attributes: list[tuple[int, Any]] = [(_TRANSA, ctypes.c_int32(first.transposed)), (_TRANSB, ctypes.c_int32(second.transposed))]
+        if key.bias:
+            attributes += [(_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS)), (_BIAS_TYPE, ctypes.c_int32(key.out.cuda))]
+        if key.scaling is not None:
+            attributes += [
+                (_FAST_ACCUMULATE, ctypes.c_int8(key.fast_accumulate)),
+                (_A_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[key.scaling[1]])),
+                (_B_SCALE_MODE, ctypes.c_int32(_SCALE_MODES[key.scaling[0]])),
+                (_A_SCALE, ctypes.c_uint64(b_scale)),
+                (_B_SCALE, ctypes.c_uint64(a_scale)),
+            ]
+        if bias:
+            attributes.append((_BIAS_POINTER, ctypes.c_uint64(bias)))
+        made = int(self._lt.matmul_desc_create(_COMPUTE_32F, _FLOAT32))
+        for attribute, value in attributes:
+            self._set(made, attribute, ctypes.addressof(value), ctypes.sizeof(value))
+        return made
 
     def _layout(self, operand: Operand) -> int:
         layout = self._lt.matrix_layout_create(operand.dtype.cuda, operand.rows, operand.columns, operand.ld)
@@ -205,7 +211,7 @@ class Plan:
         if not 0 <= index < self.algorithms:
             raise BackendError(f"cublaslt: algorithm: got {index}, expected one of {self.algorithms}")
         # the algorithm is the first member of each result
-        self._algorithm = self._results.ptr + index * int(np.dtype(self._lt.matmul_heuristic_result_dtype).itemsize)
+        self.algorithm = self._results.ptr + index * int(np.dtype(self._lt.matmul_heuristic_result_dtype).itemsize)
 
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int,
             stream: int) -> None:
@@ -229,15 +235,53 @@ class Plan:
             try:
                 self._matmul(
                     self._handle, self._description, self._alpha, b, first, a, second, self._beta, out, result, out, result,
-                    self._algorithm, workspace, workspace_bytes, stream,
+                    self.algorithm, workspace, workspace_bytes, stream,
                 )
             except RuntimeError as error:
-                raise BackendError(f"cublaslt: {self.key} on cuda:{self.device}: {error}") from error
+                raise self.refused(error) from error
+        recording = launch.here.recording
+        if recording is not None:
+            if self.settled:
+                bound = Bound(self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream))
+                recording.add(self.device, "cublaslt", bound)
+            else:
+                recording.whole = False  # another algorithm is to come
+
+    def refused(self, error: Exception) -> BackendError:
+        """cuBLASLt's refusal of the product."""
+        return BackendError(f"cublaslt: {self.key} on cuda:{self.device}: {error}")
 
     def _patch(self, slot: int, attribute: int, pointer: int) -> None:
         self._pointer.value = pointer
         self._set(self._description, attribute, self._pointer_at, 8)
         self._known[slot] = pointer
+
+
+class Bound:
+    """A plan's product with all its addresses, in the order of ``Plan.run``: ``()`` runs it on its device, which is current.
+
+    It has a descriptor of its own, since the plan's has the addresses of whoever ran last.
+    """
+
+    __slots__ = ("_before", "_behind", "_description", "_matmul", "_plan")
+
+    def __init__(self, plan: Plan, arguments: tuple[int, ...]) -> None:
+        a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream = arguments
+        first, second, result = plan._layouts
+        self._plan, self._matmul = plan, plan._matmul
+        self._description = plan.description(a_scale, b_scale, bias)
+        self._before = (plan._handle, self._description, plan._alpha, b, first, a, second, plan._beta, out, result, out, result)
+        self._behind = (workspace, workspace_bytes, stream)
+
+    def __call__(self) -> None:
+        try:
+            self._matmul(*self._before, self._plan.algorithm, *self._behind)
+        except RuntimeError as error:
+            raise self._plan.refused(error) from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_description") and not sys.is_finalizing():
+            self._plan._lt.matmul_desc_destroy(self._description)
 
 
 @functools.lru_cache(KEPT)

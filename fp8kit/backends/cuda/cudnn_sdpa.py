@@ -15,7 +15,7 @@ import threading
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import launch, recorded
 from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
 from fp8kit.backends.cuda.recent import Recent
@@ -183,9 +183,9 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
             places |= view.ptr
     _check_aligned(places)
     key = Key(problem, device, backward, deterministic, tuple(strides))
-    plan, room = _PLANS(key), _room(problem, backward)
+    room = _room(problem, backward)
     start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
-    needed = room["end"] + plan.workspace
+    needed = room["end"] + _PLANS(key).workspace
     if given < needed:
         raise BackendError(f"attention: workspace: got {given} bytes, cuDNN needs {needed} for these strides")
 
@@ -204,12 +204,17 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
             padding.clean(view.ptr, bhsd(form, view), to, _contiguous(problem, name), name in ("q", "d_o"), _size(problem, name))
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
-    with launch.current_device(device):
-        handle = _handle(device)
+    recorded.put(device, "attention", functools.partial(_execute, key, pointers, start + room["end"], stream))
+
+
+def _execute(key: Key, pointers: dict[int, int], workspace: int, stream: int) -> None:
+    """Launch the graph of a key."""
+    with launch.current_device(key.device):
+        handle = _handle(key.device)
         if handle.stream != stream:
             _library().set_stream(handle, stream)
-        while not _launched(plan, pointers, start + room["end"], handle, stream):
-            plan = _PLANS(key)
+        while not _launched(_PLANS(key), pointers, workspace, handle, stream):
+            pass
 
 
 def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:

@@ -7,7 +7,7 @@ import struct
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import launch, recorded
 from fp8kit.backends.cuda._rows import TYPE_CODES, ceil_div, column_sums, column_sums_bytes, kernel
 from fp8kit.errors import BackendError, expected
 
@@ -58,7 +58,8 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     itemsize = y.dtype.itemsize
     if x.dtype is y.dtype:
         if merged.dense:
-            launch.runtime().memcpyAsync(y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE, stream)
+            step = functools.partial(launch.runtime().memcpyAsync, y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE, stream)
+            recorded.put(y.device.index, "copy", step)
             return
         if itemsize > 4:
             raise BackendError(expected("copy", "dtype", y.dtype, "elements of 1, 2 or 4 bytes"))

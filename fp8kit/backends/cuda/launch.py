@@ -47,16 +47,16 @@ def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) ->
     return min(-(-jobs // jobs_per_block), waves * sm_count(device_index))
 
 
-# CUlaunchConfig (cuda.h): grid, block, shared memory; stream; no attributes. It takes the first _CONFIG bytes of a thread's memory, the
+# CUlaunchConfig (cuda.h): grid, block, shared memory; stream; no attributes. It takes the first CONFIG bytes of a thread's memory, the
 # arguments follow, 8 bytes each.
 _CONFIGURATION = "=7I4xQ24x"
-_CONFIG = struct.calcsize(_CONFIGURATION)
+CONFIG = struct.calcsize(_CONFIGURATION)
 _SLOTS = 64
 _PARAMETERS = 32764  # bytes of parameters that CUDA takes, at most
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
-class _Room:
+class Room:
     """The memory that a thread launches from: the configuration and the arguments, and a table of the arguments' addresses.
 
     ``tables``: the table as a kernel sees it whose first argument lies at the first slot, or at the second.
@@ -65,17 +65,24 @@ class _Room:
     def __init__(self) -> None:
         calls = runtime()
         calls.setDevice(calls.getDevice())  # a thread that is new has no context; CUDA 12 and later make the device's current here
-        size = _CONFIG + 8 + _PARAMETERS
-        memory = (ctypes.c_char * (size + _ALIGNMENT))()
-        shift = -ctypes.addressof(memory) % _ALIGNMENT
+        size = CONFIG + 8 + _PARAMETERS
+        memory = (ctypes.c_char * (size + ALIGNMENT))()
+        shift = -ctypes.addressof(memory) % ALIGNMENT
         self.memory = (ctypes.c_char * size).from_buffer(memory, shift)
-        first = ctypes.addressof(self.memory) + _CONFIG
+        first = ctypes.addressof(self.memory) + CONFIG
         self.addresses = (ctypes.c_uint64 * (_SLOTS + 1))(*range(first, first + 8 * (_SLOTS + 1), 8))
         self.config = ctypes.byref(self.memory)
         self.tables = ctypes.byref(self.addresses), ctypes.byref(self.addresses, 8)
 
 
-_thread = threading.local()
+class Here(threading.local):
+    """Of this thread: the memory that it launches from, and the ``recorded.Recording`` of the call that it makes, None mostly."""
+
+    room: Room | None = None
+    recording: Any = None
+
+
+here = Here()
 
 
 class Kernel:
@@ -138,7 +145,7 @@ def driver() -> Any:
 
 
 @functools.cache
-def _launcher() -> tuple[Any, Any]:
+def launcher() -> tuple[Any, Any]:
     """``cuLaunchKernelEx``, which lets other threads run meanwhile (a full queue makes it wait, perhaps for work of theirs), and
     ``getDevice``: None where there is only one device."""
     function = driver().cuLaunchKernelEx
@@ -227,16 +234,15 @@ def launch(
         return
     if shared > kernel.shared_limit:
         kernel.allow(shared)
-    try:
-        room: _Room = _thread.room
-    except AttributeError:
-        room = _thread.room = _Room()
+    room = here.room
+    if room is None:
+        room = here.room = Room()
     try:
         pack = kernel.pack or kernel.packer(len(args[-1]))
         pack(room.memory, 0, x, y, z, i, j, k, shared, stream, *args)
     except (struct.error, TypeError, IndexError):
         raise _unfit(kernel, (x, y, z), (i, j, k), args) from None
-    function, device = _launcher()
+    function, device = launcher()
     if device is None or device() == kernel.device:
         status = function(room.config, kernel.handle, room.tables[kernel.table], None)
     else:
@@ -245,6 +251,8 @@ def launch(
     if status:
         what = f"grid {(x, y, z)}, block {(i, j, k)}, {shared} bytes of shared memory, {kernel.resources}"
         raise BackendError(f"launch of {kernel.name}: {error_text(status)} ({what})")
+    if here.recording is not None:
+        here.recording.launched(kernel, room, pack.__self__.size)
 
 
 def _unfit(kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]) -> BackendError:

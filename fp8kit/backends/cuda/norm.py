@@ -22,7 +22,7 @@ _MOST_THREADS = 1024  # of norm_bwd.cu
 # By bytes of an element: norm_fwd.cu's variants, chunks of eight columns that a thread takes of a row ...
 CHUNKS = {2: (1, 2, 3, 4, 6, 8, 12, 16), 4: (1, 2, 3, 4, 6, 8)}
 # ... and for rows of so many chunks at most, how many a thread shall take at most: that makes a row's threads, in every kernel the same
-SHARES = {2: ((128, 4), (256, 8), (2**31, 16)), 4: ((128, 4), (2**31, 8))}
+SHARES = {2: ((256, 8), (2**31, 16)), 4: ((128, 4), (2**31, 8))}
 
 
 class Pace(NamedTuple):
@@ -35,9 +35,9 @@ class Pace(NamedTuple):
 
 # By chunks a thread: the pace with transposed codes, and without.
 TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
-              6: Pace(32, 256, 2), 8: Pace(32, 256, 2), 12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
+              6: Pace(32, 256, 2), 8: Pace(64, 512, 1), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
 PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
-         6: Pace(16, 256, 2), 8: Pace(16, 256, 2), 12: Pace(16, 256, 2), 16: Pace(16, 256, 2)}
+         6: Pace(64, 128, 4), 8: Pace(64, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
 
 
 class Depth(NamedTuple):
@@ -49,8 +49,7 @@ class Depth(NamedTuple):
     blocks: int
 
 
-BACKWARD = {2: Depth(1024, 4, 132), 4: Depth(512, 4, 132)}  # by bytes of an element
-
+BACKWARD = {2: Depth(1024, 2, 132), 4: Depth(512, 4, 132)}  # by bytes of an element
 
 
 def variants(columns: int, itemsize: int) -> list[tuple[str, dict[str, str]]]:

@@ -1,0 +1,46 @@
+"""Calls of a plan that are known already: what an operation put on a stream, by the addresses that it was given.
+
+Operations are pure: what they put on a stream follows from the plan, the stream and the addresses of their arrays. In a training that goes
+on, allocators give the same addresses again step by step, so that a door which finds them here puts the same work on the stream at once.
+Nothing keeps the arrays' memory alive: whoever calls has arrays there now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+Key = tuple[Any, ...]
+
+
+class Replays:
+    """What a plan's forward, or its backward, did, by stream and addresses: ``found.get(key)`` is None or does it again when called.
+
+    ``recorder``: the engine's context manager that gives what was done within as something to call, ``whole`` where that was all. An object
+    of ``dispatch.kernels`` has one for kernels that are called by themselves, ``again``; none where calls cannot be recorded: on the CPU,
+    and where a plugin's or an override's kernels are among them.
+    """
+
+    LIMIT = 1024  # beyond so many, as where addresses never come again, all is forgotten
+    __slots__ = ("found", "recorder")
+
+    def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.recorder = recorder
+        self.found: dict[Key, Callable[[], None]] = {}
+
+    @contextmanager
+    def recording(self, key: Key) -> Iterator[None]:
+        """Context manager: what is done within is what ``key`` stands for, if it can be recorded."""
+        with self.recorder() as made:
+            yield
+        if made.whole:
+            if len(self.found) >= self.LIMIT:
+                self.found.clear()
+            self.found[key] = made
+
+
+def replays(kernels: Any) -> Replays | None:
+    """For a plan of these kernels; None where their calls cannot be recorded."""
+    again = getattr(kernels, "again", None)
+    return None if again is None else Replays(again.recorder)
