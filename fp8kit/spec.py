@@ -72,6 +72,9 @@ class Operation:
     Faces take ``needs``, the names of the inputs whose gradient is wanted: what only backward would read is neither computed nor saved
     without it. Inputs that are absent are None or left out.
 
+    What forward and backward do on a device they do through ``plan.kernels`` or the device's provider: calls with the same addresses may
+    be made again without them (``fp8kit.replays``).
+
     ``early``: the operation asks for a large buffer where it first needs it and says when it is ``done`` with it (``fp8kit.scratch``), so a
     door may let each come and go by itself; of such views it takes one by its name only, and holds none in a variable longer than it must.
     """

@@ -73,56 +73,74 @@ class _Short(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ready: Ready, wiring: Wiring, fused: Fused | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, _, held = ready.forward(tensors, wiring.scales, wiring.front, True)
-        ctx.save_for_backward(*[outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept], *held)
+        if ready.kept:
+            held = [*[outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept], *held]
+        ctx.save_for_backward(*held)
         ctx.ready, ctx.wiring, ctx.fused = ready, wiring, fused
-        ctx.set_materialize_grads(False)
-        return (*outputs, *(tensors[i] for i in ready.through))
+        ctx.materialize_grads = False
+        return (*outputs, *[tensors[i] for i in ready.through])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (_back_once if torch.is_grad_enabled() else _back)(ctx, *grads)
+        if torch.is_grad_enabled():  # the gradient is to be differentiated itself: what is refused, when it is
+            return _back_once(ctx, *grads)  # type: ignore[no-any-return]
+        ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
+        count = len(ready.kept)
+        kept, held = saved[:count], list(saved[count:])
+        if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
+            finish_backward(*wiring.ticket)
+        into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
+        # a layer with ``fp8_grad`` gives its input's gradient in FP8
+        plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
+        if ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on ``held`` alone holds what forward saved
+            del saved
+            ctx.maybe_clear_saved_tensors()
+        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
+        found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
+        for i, grad in zip(ready.wanted, made, strict=True):
+            found[3 + i] = grad
+        for i, name in zip(ready.wanted, ready.needs, strict=True) if into else ():
+            if name in into:
+                _, shape, kind = ready.inputs[i]
+                found[3 + i] = ctx.fused.stand_in(name, shape, dtype_of(kind))
+        return tuple(found)
 
 
-def _back(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
-    count = len(ready.kept)
-    kept, held = saved[:count], list(saved[count:])
-    if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
-        finish_backward(*wiring.ticket)
-    into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
-    # a layer with ``fp8_grad`` gives its input's gradient in FP8
-    plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
-    if ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on ``held`` alone holds what forward saved
-        del saved
-        ctx.maybe_clear_saved_tensors()
-    made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
-    found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
-    for i, grad in zip(ready.wanted, made, strict=True):
-        found[3 + i] = grad
-    for i, name in zip(ready.wanted, ready.needs, strict=True) if into else ():
-        if name in into:
-            _, shape, kind = ready.inputs[i]
-            found[3 + i] = ctx.fused.stand_in(name, shape, dtype_of(kind))
-    return tuple(found)
-
-
-_back_once = torch.autograd.function.once_differentiable(_back)  # for what is to be differentiated itself, which is refused when it is
+_back_once = torch.autograd.function.once_differentiable(_Short.backward)
 _apply_short = super(torch.autograd.Function, _Short).apply  # type: ignore[misc]  # what _Short.apply comes to outside of torch.func
 
 
-def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fused: Fused | None = None) -> dict[str, Tensor]:
-    """The outputs of an eager call by name. Raises what ``infer`` raises, and BackendError for tensors on different devices."""
+class Prepared(NamedTuple):
+    """A call that will not be refused: its plan, its tensors, contiguous, and whether any of them wants a gradient."""
+
+    ready: Ready
+    tensors: Sequence[Tensor]
+    wanted: bool
+
+    def run(self, wiring: Wiring = NO_STATE, fused: Fused | None = None) -> dict[str, Tensor]:
+        """The outputs by name."""
+        ready, tensors, wanted = self
+        outputs: Sequence[Tensor]
+        if wanted:
+            outputs = (_Short.apply if torch._C._are_functorch_transforms_active() else _apply_short)(ready, wiring, fused, *tensors)
+        else:
+            made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
+            outputs = [*made, *(tensors[i] for i in ready.through)]
+        return dict(zip(ready.names, outputs, strict=True))
+
+
+def prepare(what: Call, tensors: Sequence[Tensor]) -> Prepared:
+    """An eager call, before it runs. Raises what ``infer`` raises, and BackendError for tensors on different devices."""
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         needs = tuple([name for name, t in zip(what.names, tensors, strict=True) if t.requires_grad])
     tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    ready = what.ready(tensors, needs)
-    if needs:
-        outputs = (_Short.apply if torch._C._are_functorch_transforms_active() else _apply_short)(ready, wiring, fused, *tensors)
-    else:
-        made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
-        outputs = [*made, *(tensors[i] for i in ready.through)]
-    return dict(zip(ready.names, outputs, strict=True))
+    return Prepared(what.ready(tensors, needs), tensors, bool(needs))
+
+
+def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fused: Fused | None = None) -> dict[str, Tensor]:
+    """The outputs of an eager call by name. Raises what ``prepare`` raises."""
+    return prepare(what, tensors).run(wiring, fused)
 
 
 def rehearse(name: str, spec: Any, inputs: Mapping[str, Tensor | Stand], needs: tuple[str, ...] = ()) -> None:

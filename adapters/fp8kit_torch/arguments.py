@@ -13,8 +13,6 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
 from fp8kit.layers import CONSTRUCTOR, FORWARD
 from fp8kit_torch.checks import shown, tensor
-from fp8kit_torch.plans import argument_of
-from fp8kit_torch.views import kind_of
 
 
 def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -58,19 +56,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
 
 
-def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
-    """BackendError or FormatError for a tensor on another device or of another dtype than x: before FP8 state is touched."""
-    x = tensors["x"]
-    device, dtype = x.device, x.dtype
-    for name, given in tensors.items():
-        if given.device == device and given.dtype is dtype:
-            continue
-        argument = argument_of(operation, name, tuple(tensors))
-        if given.device != device:
-            raise BackendError(expected(operation, argument, f"device {given.device}", f"device {device}, as inp"))
-        raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
-
-
 def brings(module: torch.nn.Module) -> bool:
     """Whether a call of ``module`` may begin with somebody else's code, which brings its parameters, say (``fully_shard``, offloading)."""
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
@@ -106,5 +91,5 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
     return value
 
 
-__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "not_compiled", "only", "positive", "refuse", "want_alike",
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "not_compiled", "only", "positive", "refuse",
            "want_input", "want_like", "want_parameters", "want_plain"]

@@ -55,6 +55,8 @@ class LinearBase(TransformerEngineBaseModule):
         self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
         self.apply_bias, self.fuse_wgrad_accumulation = self.use_bias and not self.return_bias, bool(fuse)
         self._split = split_sizes(operation, out_features, parameters_split)
+        self._weight_names = [(f"weight{i}", f"{prefix}weight") for i, prefix in enumerate(self._split)]
+        self._bias_names = [(f"bias{i}", f"{prefix}bias") for i, prefix in enumerate(self._split) if self.use_bias]
         if self.return_bias and len(self._split) > 1:
             only(operation, {"return_bias": (True, False)})
         for prefix, size in self._split.items():
@@ -67,11 +69,11 @@ class LinearBase(TransformerEngineBaseModule):
         return ProductSpec(in_features, tuple(self._split.values()), bias=self.bias_mode)
 
     def weight_inputs(self) -> dict[str, Tensor]:
-        return {f"weight{i}": getattr(self, f"{prefix}weight") for i, prefix in enumerate(self._split)}
+        return {name: getattr(self, attribute) for name, attribute in self._weight_names}
 
     def bias_inputs(self) -> dict[str, Tensor]:
         """The biases by their name in the operation."""
-        return {f"bias{i}": getattr(self, f"{prefix}bias") for i, prefix in enumerate(self._split)} if self.use_bias else {}
+        return {name: getattr(self, attribute) for name, attribute in self._bias_names}
 
     @property
     def bias_mode(self) -> str:
@@ -80,7 +82,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     def product_inputs(self, bias: str) -> Inputs:
         """Weights, and biases where the operation takes them."""
-        return {**self.weight_inputs(), **(self.bias_inputs() if bias != "none" else {})}
+        return self.weight_inputs() if bias == "none" else {**self.weight_inputs(), **self.bias_inputs()}
 
 
 class Linear(LinearBase):

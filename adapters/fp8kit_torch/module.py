@@ -20,13 +20,13 @@ from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import recompute
-from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, trace
-from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_alike, want_parameters
+from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, prepare, trace
+from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_parameters
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.ops import FORWARD, NEITHER, record_
-from fp8kit_torch.plans import Call, amax_views, call, scale_views
+from fp8kit_torch.plans import Call, amax_views, call, scale_views, want_alike
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, products
 from fp8kit_torch.stateful import StatefulModule, prepare_all
@@ -160,9 +160,30 @@ class TransformerEngineBaseModule(StatefulModule):
     def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
                  fused: Fused | None, weights: Held8, codes: dict[str, Tensor] | None, fp8_output: bool, fp8_grad: bool
                  ) -> dict[str, Tensor]:
+        recipe, idle = state.recipe, recompute.idle()
+        kept = None if idle else recompute.recall(self)
+        training, delayed = torch.is_grad_enabled() or (not idle and recompute.first()), recipe.delayed()
+        record = training or state.calibrating
+        if first is not None or weights or codes is not None or kept is not None or fp8_grad or not state.enabled:
+            outputs = self._run_special(tensors, state, first, bias, options, fused, weights, codes, kept, training, fp8_grad)
+        else:
+            what = self._call(self._fp8_of(recipe), False, bias, options, tensors, delayed, fused)
+            prepared = prepare(what, list(tensors.values()))  # refuses before the state is touched
+            wiring = self.wiring(recipe, training, record, None) if delayed else NO_STATE
+            if not idle:
+                recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None)
+            outputs = prepared.run(wiring, fused)
+        if fp8_output and state.enabled:
+            states = self.fp8_meta if delayed else None
+            outputs["y"] = cast_output(outputs["y"], self._fp8_of(recipe), states, len(self.gemms) - 1, record, kept)
+        return outputs
+
+    def _run_special(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
+                     fused: Fused | None, weights: Held8, codes: dict[str, Tensor] | None, kept: Kept | None, training: bool,
+                     fp8_grad: bool) -> dict[str, Tensor]:
+        """A pass that calibrates, is done again, or has an operand that is in FP8 already or is to be kept."""
         want_alike(self.operation, tensors)
-        recipe, kept = state.recipe, recompute.recall(self)
-        training = torch.is_grad_enabled() or recompute.first()
+        recipe = state.recipe
         delayed, record = recipe.delayed(), training or state.calibrating
         cached = None
         if weights:
@@ -185,16 +206,13 @@ class TransformerEngineBaseModule(StatefulModule):
                 with torch.no_grad():
                     self._note(row_of(self.calibrate(tensors, outputs), FORWARD_SLOTS * len(self.gemms)))
             return outputs
-        fp8, states = self._fp8_of(recipe), self.fp8_meta if delayed else None
+        fp8 = self._fp8_of(recipe)
         if fp8_grad and tensors["x"].requires_grad and torch.is_grad_enabled():
-            tensors["x"] = cast_gradient(tensors["x"], fp8, states, wiring.ticket)
+            tensors["x"] = cast_gradient(tensors["x"], fp8, self.fp8_meta if delayed else None, wiring.ticket)
         if codes or cached:
             tensors = tensors | (codes or {}) | (cached or {})
-        call = self._call(fp8, cached is not None, bias, options, tensors, delayed, fused, codes is not None)
-        outputs = apply(call, list(tensors.values()), wiring, fused)
-        if fp8_output:
-            outputs["y"] = cast_output(outputs["y"], fp8, states, len(self.gemms) - 1, record, kept)
-        return outputs
+        what = self._call(fp8, cached is not None, bias, options, tensors, delayed, fused, codes is not None)
+        return apply(what, list(tensors.values()), wiring, fused)
 
     def _note(self, row: Tensor) -> None:
         """Accumulate amaxes that were taken beside an operation, float32 by slot."""

@@ -186,13 +186,20 @@ class Call:
     def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...]) -> Ready:
         """The plan for these tensors; made once for their shapes and dtypes and the policy in force. Raises what ``infer`` raises, and
         BackendError when tensors live on different devices."""
-        self._want_one_device(tensors)
-        return self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, tensors[0].device)
+        policy, device = self.policy, tensors[0].device
+        kernels = dispatch.kernels(_place(device)) if policy is None else self._kernels(_place(device))
+        found = self.plans.get((needs, id(kernels), *[(t.shape, t.dtype, t.device) for t in tensors]))
+        if found is None:
+            if self.gemms:
+                want_alike(self.operation.name, dict(zip(self.names, tensors, strict=True)))
+            self._want_one_device(tensors)
+            found = self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, device)
+        return found
 
     def ready_for(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], needs: tuple[str, ...], device: torch.device) -> Ready:
         """``ready`` for tensors of these shapes and dtypes on ``device``."""
         kernels = dispatch.kernels(_place(device)) if self.policy is None else self._kernels(_place(device))
-        key = (needs, device, id(kernels), *shapes, *dtypes)
+        key = (needs, id(kernels), *[(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
         found = self.plans.get(key)
         if found is None:
             kinds = [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -249,6 +256,19 @@ def argument_of(operation: str, name: str, names: Sequence[str]) -> str:
     """What errors call an operation's input: a parameter in several segments keeps its number."""
     several = name.endswith("0") and f"{name[:-1]}1" in names
     return name if several else _ARGUMENTS.get(operation, {}).get(name, name)
+
+
+def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
+    """BackendError or FormatError for a tensor on another device or of another dtype than x."""
+    x = tensors["x"]
+    device, dtype = x.device, x.dtype
+    for name, given in tensors.items():
+        if given.device == device and given.dtype is dtype:
+            continue
+        argument = argument_of(operation, name, tuple(tensors))
+        if given.device != device:
+            raise BackendError(expected(operation, argument, f"device {given.device}", f"device {device}, as inp"))
+        raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
 
 
 @lru_cache(maxsize=4096)

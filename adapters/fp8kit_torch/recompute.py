@@ -39,6 +39,11 @@ _passes = Passes()
 first, recall = _passes.first, _passes.recall
 
 
+def idle() -> bool:
+    """Whether this thread runs no pass of any checkpoint."""
+    return _passes.running is None
+
+
 def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     """In a first pass: keep what this call of ``owner`` found, its scales by value."""
     if _passes.first():
@@ -157,4 +162,4 @@ def checkpoint(
     return torch_checkpoint(call, *args, *tensors, use_reentrant=True)
 
 
-__all__ = ["Kept", "checkpoint", "first", "keep", "recall", "walk"]
+__all__ = ["Kept", "checkpoint", "first", "idle", "keep", "recall", "walk"]

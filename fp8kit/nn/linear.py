@@ -50,6 +50,8 @@ class LinearBase(Fp8Module):
         self.in_features, self.out_features = int(in_features), int(out_features)
         self.use_bias, self.return_bias, self.name = flag(operation, "bias", bias), flag(operation, "return_bias", return_bias), name
         self._split = split_sizes(operation, self.out_features, parameters_split)
+        self._weight_names = [(f"weight{i}", f"{prefix}weight") for i, prefix in enumerate(self._split)]
+        self._bias_names = [(f"bias{i}", f"{prefix}bias") for i, prefix in enumerate(self._split) if self.use_bias]
         if self.return_bias and len(self._split) > 1:
             not_yet(operation, {"return_bias": (True, False)})
         init = init_of(operation, "init_method", init_method)
@@ -61,11 +63,11 @@ class LinearBase(Fp8Module):
                 setattr(self, f"{prefix}bias", make_parameter((size,), 0.0, dtype, where))
 
     def weight_inputs(self) -> dict[str, Parameter]:
-        return {f"weight{i}": getattr(self, f"{prefix}weight") for i, prefix in enumerate(self._split)}
+        return {name: getattr(self, attribute) for name, attribute in self._weight_names}
 
     def bias_inputs(self) -> dict[str, Parameter]:
         """The biases by their name in the operation."""
-        return {f"bias{i}": getattr(self, f"{prefix}bias") for i, prefix in enumerate(self._split)} if self.use_bias else {}
+        return {name: getattr(self, attribute) for name, attribute in self._bias_names}
 
     @property
     def bias_mode(self) -> str:
@@ -77,7 +79,7 @@ class LinearBase(Fp8Module):
 
     def product_inputs(self, bias: str) -> Inputs:
         """Weights, and biases where the operation takes them."""
-        return {**self.weight_inputs(), **(self.bias_inputs() if bias != "none" else {})}
+        return {**self.weight_inputs()} if bias == "none" else {**self.weight_inputs(), **self.bias_inputs()}
 
 
 class Linear(LinearBase):

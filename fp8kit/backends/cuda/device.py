@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import launch, recorded
 from fp8kit.errors import BackendError, expected
 from fp8kit.scratch import scratch
 
@@ -101,6 +101,7 @@ class CudaProvider:
     def alloc(self, nbytes: int, device: Device) -> tuple[int, object]:
         """See ``DeviceProvider``; from CuPy's current allocator (512-byte aligned)."""
         get_device, alloc, _ = _calls()
+        recorded.spoil()  # it is another memory at another time
         if device.index not in self._usable:
             self.check(device)
             self._usable.add(device.index)
@@ -145,18 +146,20 @@ class CudaProvider:
         nbytes = view.nbytes
         if not nbytes:
             return
-        calls = launch.runtime()
-        if calls.getDevice() == view.device.index:
-            calls.memsetAsync(view.ptr, 0, nbytes, stream)
+        calls, index = launch.runtime(), view.device.index
+        step = functools.partial(calls.memsetAsync, view.ptr, 0, nbytes, stream)
+        if calls.getDevice() == index:
+            recorded.put(index, "memset", step)
         else:
-            with launch.current_device(view.device.index):
-                calls.memsetAsync(view.ptr, 0, nbytes, stream)
+            with launch.current_device(index):
+                recorded.put(index, "memset", step)
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``. Between host and device it waits: pageable memory may change or vanish right after the call."""
         calls, nbytes = launch.runtime(), src.nbytes
         if not nbytes:
             return
+        recorded.spoil()
         here = src.device if src.device.kind == "cuda" else dst.device
         with launch.current_device(here.index):
             if src.device.kind == dst.device.kind == "cuda":
