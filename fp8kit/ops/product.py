@@ -194,8 +194,11 @@ class Product:
     def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
         """Max-accumulate the weight's amax into its output, where there is one and the weight is not cached."""
 
-    def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
-        """y = x W^T (+ bias). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel."""
+    def fprop(
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
+    ) -> None:
+        """y = x W^T (+ bias). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel,
+        and may be None."""
         raise NotImplementedError
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
@@ -216,12 +219,15 @@ class Product:
             k.sum_rows(g, dbias, scratch["workspace"], stream)
             self._part_bias_sums(k, grads, dbias, stream)
 
-    def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
-        """dx = g W. ``g`` is read in high precision only."""
+    def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+        """dx = g W. ``g`` is read in high precision only, and may be None in FP8."""
         raise NotImplementedError
 
-    def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
-        """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are read in high precision only."""
+    def wgrad(
+        self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
+    ) -> None:
+        """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are read in high precision only, and
+        may be None in FP8. ``saved`` holds the cast of x, which is ``done`` with, unless it was an input (``input_cached``)."""
         raise NotImplementedError
 
     # --- helpers ------------------------------------------------------------------------------------------------------

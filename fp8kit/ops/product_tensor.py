@@ -207,7 +207,9 @@ class TensorProduct(Product):
             part = given(inputs, name)
             k.amax(part, outputs[self.w_amax], part.shape, stream)
 
-    def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
+    def fprop(
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
+    ) -> None:
         f = self.fp8
         bias = self._bias(k, inputs, scratch, stream)
         invs = saved if self.keeps else scratch
@@ -245,7 +247,7 @@ class TensorProduct(Product):
         if dbias is not None:
             self._part_bias_sums(k, grads, dbias, stream)
 
-    def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+    def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
         f = self.fp8
         w_qt, w_inv = (kept[self.w_qt], kept[self.w_given_inv]) if self.spec.weight_cached else (saved[self.w_qt], saved[self.w_inv])
         g_q, g_inv, space = scratch[self.g_q], scratch[self.g_inv], scratch["workspace"]
@@ -253,10 +255,13 @@ class TensorProduct(Product):
         done(scratch, self.g_q)
         done(saved, self.w_qt)
 
-    def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def wgrad(
+        self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
+    ) -> None:
         self._wgrads(k, saved, grads, scratch, stream)
         done(scratch, self.g_qt, f"{self.spec.prefix}dweight")
-        done(saved, self.x_qt)
+        if not self.spec.input_cached:
+            done(saved, self.x_qt)
 
     def _wgrads(self, k: Any, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
         g_qt = given(scratch, self.g_qt)
