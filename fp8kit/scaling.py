@@ -39,7 +39,9 @@ def backward_slots(gemms: Sequence[str]) -> dict[str, int]:
 
 def check_saved(state: Mapping[str, ArrayView], gemms: int) -> dict[str, list[ArrayView]]:
     """The arrays of a saved state of ``gemms`` GEMMs, "scaling_fwd.scale" and so on, as "scaling_fwd", "scaling_bwd" -> FIELDS; an empty
-    one stays empty. CheckpointError where one is missing, unknown or does not fit."""
+    one stays empty. CheckpointError that names the array where one is missing, unknown or does not fit, and where a number in it is none
+    that the state can have: scales and their inverses are finite and positive, amaxes not negative (Inf is what a step that overflowed
+    leaves behind)."""
     if not state:
         return {}
     sizes = {"scaling_fwd": FORWARD_SLOTS * gemms, "scaling_bwd": BACKWARD_SLOTS * gemms}
@@ -54,7 +56,21 @@ def check_saved(state: Mapping[str, ArrayView], gemms: int) -> dict[str, list[Ar
             if not fits or part.dtype is not float32:
                 wanted = f"(steps, {slots})" if history else f"({slots},)"
                 raise CheckpointError(f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}")
+            _check_numbers(f"{name}.{field}", field, part.numpy())
     return {name: [state[f"{name}.{field}"] for field in FIELDS] for name in sizes}
+
+
+def _check_numbers(name: str, field: str, values: HostArray) -> None:
+    """CheckpointError for what is no scale, no inverse of one, or no amax."""
+    if field == "amax_history":
+        fits, wanted = values >= 0, "amaxes, 0 or more"
+    else:
+        with np.errstate(divide="ignore", over="ignore"):
+            fits = (values > 0) & np.isfinite(values) & ((field == "scale_inv") | np.isfinite(np.float32(1) / values))
+        wanted = "finite numbers above 0" if field == "scale_inv" else "finite numbers above 0, and their inverses too"
+    if not fits.all():
+        at = tuple(map(int, np.argwhere(~fits)[0]))
+        raise CheckpointError(f"{name}: got {values[at]} at {at if len(at) > 1 else at[0]}, expected {wanted}")
 
 
 class ScalingState:

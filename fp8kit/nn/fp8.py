@@ -282,7 +282,7 @@ class Fp8Module(Module):
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
         """Check a saved FP8 state, float32 arrays by name as in ``ScalingState``; the function that is returned takes it over (an empty
-        one: the layer has none). CheckpointError where names, shapes or dtypes do not fit."""
+        one: the layer has none). CheckpointError where names, shapes, dtypes or numbers do not fit (``scaling.check_saved``)."""
         made = {name: ScalingState.of(parts, self.device) for name, parts in check_saved(state, len(self.gemms)).items()}
 
         def take() -> None:
