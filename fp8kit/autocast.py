@@ -49,7 +49,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[autocast | resumed, AutocastState]] = []
         self.active = 0  # depth of the outermost enabled or calibrating autocast, 0 where there is none
-        self.touched: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
+        # by the identity of a recipe, whose hash takes time: (recipe, states by their identity)
+        self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
 
 
 _thread = _Thread()
@@ -71,7 +72,11 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
     if not _thread.active:
         raise Fp8kitError(expected("touch_forward", "state", "a call outside of autocast", "a call within an active autocast"))
     if training or stack[-1][1].calibrating:
-        _thread.touched.setdefault((type(state), recipe), {})[id(state)] = state
+        key = type(state), id(recipe)
+        known = _thread.touched.get(key)
+        if known is None:
+            known = _thread.touched[key] = recipe, {}
+        known[1][id(state)] = state
 
 
 class autocast(ContextDecorator):
@@ -131,7 +136,10 @@ class autocast(ContextDecorator):
         if depth != thread.active:
             return
         thread.active = 0
-        left = list(thread.touched.items())
+        groups: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
+        for (door, _), (recipe, states) in thread.touched.items():
+            groups.setdefault((door, recipe), {}).update(states)
+        left = list(groups.items())
         thread.touched = {}
         try:
             while left and kind is None:

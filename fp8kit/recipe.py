@@ -39,6 +39,14 @@ class FormatLimits(NamedTuple):
     max_bwd: float
 
 
+_PAIRS = {  # formats of inputs and weights, and of output gradients
+    "E2M1": (formats.E2M1, formats.E2M1),
+    "E4M3": (formats.E4M3, formats.E4M3),
+    "E5M2": (formats.E5M2, formats.E5M2),
+    "HYBRID": (formats.E4M3, formats.E5M2),
+}
+
+
 class Format(Enum):
     """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient) take.
 
@@ -51,23 +59,11 @@ class Format(Enum):
     E5M2 = FormatLimits(formats.E5M2.max, formats.E5M2.max)
     HYBRID = FormatLimits(formats.E4M3.max, formats.E5M2.max)
 
-    @property
-    def forward(self) -> formats.Format:
-        """Format of inputs and weights."""
-        return _PAIRS[self.name][0]
+    forward: formats.Format
+    backward: formats.Format
 
-    @property
-    def backward(self) -> formats.Format:
-        """Format of output gradients."""
-        return _PAIRS[self.name][1]
-
-
-_PAIRS = {
-    "E2M1": (formats.E2M1, formats.E2M1),
-    "E4M3": (formats.E4M3, formats.E4M3),
-    "E5M2": (formats.E5M2, formats.E5M2),
-    "HYBRID": (formats.E4M3, formats.E5M2),
-}
+    def __init__(self, *limits: float) -> None:
+        self.forward, self.backward = _PAIRS[self._name_]  # attributes, since an enumeration is slow to say its name
 
 
 class _Strict:

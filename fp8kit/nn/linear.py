@@ -59,13 +59,13 @@ class LinearBase(Fp8Module):
         if self.use_bias:
             for prefix, size in self._split.items():
                 setattr(self, f"{prefix}bias", make_parameter((size,), 0.0, dtype, where))
+        # the operation's names of weights, and of all parameters -> the attributes that hold them
+        self._weight_names = {f"weight{i}": f"{prefix}weight" for i, prefix in enumerate(self._split)}
+        biases = {f"bias{i}": f"{prefix}bias" for i, prefix in enumerate(self._split)} if self.use_bias else {}
+        self._names = self._weight_names | biases
 
     def weight_inputs(self) -> dict[str, Parameter]:
-        return {f"weight{i}": getattr(self, f"{prefix}weight") for i, prefix in enumerate(self._split)}
-
-    def bias_inputs(self) -> dict[str, Parameter]:
-        """The biases by their name in the operation."""
-        return {f"bias{i}": getattr(self, f"{prefix}bias") for i, prefix in enumerate(self._split)} if self.use_bias else {}
+        return {name: getattr(self, attribute) for name, attribute in self._weight_names.items()}
 
     @property
     def bias_mode(self) -> str:
@@ -77,7 +77,8 @@ class LinearBase(Fp8Module):
 
     def product_inputs(self, bias: str) -> Inputs:
         """Weights, and biases where the operation takes them."""
-        return {**self.weight_inputs(), **(self.bias_inputs() if bias != "none" else {})}
+        names = self._names if bias != "none" else self._weight_names
+        return {name: getattr(self, attribute) for name, attribute in names.items()}
 
 
 class Linear(LinearBase):

@@ -25,13 +25,9 @@ class BlockProduct(Product):
         super().__init__(spec, rows, dtype, needs_x, needs_w, needs_b)
         assert spec.fp8 is not None
         self.fp8: Fp8 = spec.fp8
+        self.whole_wgrad = len(self.weights) > 1  # the scales of a part of g^T's rows are no array of their own
 
     # --- what there is ------------------------------------------------------------------------------------------------
-
-    @property
-    def whole_wgrad(self) -> bool:
-        # the scales of a part of g^T's rows are no array of their own
-        return len(self.weights) > 1
 
     def check(self, operation: str, metas: Metas) -> None:
         super().check(operation, metas)
