@@ -49,7 +49,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[autocast | resumed, AutocastState]] = []
         self.active = 0  # depth of the outermost enabled or calibrating autocast, 0 where there is none
-        # door and id of a recipe -> the recipe and the states that recorded by it
+        # by the identity of a recipe, whose hash takes time: (recipe, states by their identity)
         self.touched: dict[tuple[type[ForwardState], int], tuple[Recipe, dict[int, ForwardState]]] = {}
 
 
@@ -72,9 +72,11 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
     if not _thread.active:
         raise Fp8kitError(expected("touch_forward", "state", "a call outside of autocast", "a call within an active autocast"))
     if training or stack[-1][1].calibrating:
-        touched, key = _thread.touched, (type(state), id(recipe))
-        found = touched.get(key) or touched.setdefault(key, (recipe, {}))
-        found[1][id(state)] = state
+        key = type(state), id(recipe)
+        known = _thread.touched.get(key)
+        if known is None:
+            known = _thread.touched[key] = recipe, {}
+        known[1][id(state)] = state
 
 
 class autocast(ContextDecorator):
@@ -134,15 +136,18 @@ class autocast(ContextDecorator):
         if depth != thread.active:
             return
         thread.active = 0
-        left = list(thread.touched.items())
+        groups: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
+        for (door, _), (recipe, states) in thread.touched.items():
+            groups.setdefault((door, recipe), {}).update(states)
+        left = list(groups.items())
         thread.touched = {}
         try:
             while left and kind is None:
-                (door, _), (recipe, states) = left[0]
+                (door, recipe), states = left[0]
                 door.commit_forward(recipe, list(states.values()))
                 del left[0]
         finally:
-            for (door, _), (_, states) in left:
+            for (door, _), states in left:
                 door.discard_forward(list(states.values()))
 
 

@@ -39,6 +39,14 @@ class FormatLimits(NamedTuple):
     max_bwd: float
 
 
+_PAIRS = {  # formats of inputs and weights, and of output gradients
+    "E2M1": (formats.E2M1, formats.E2M1),
+    "E4M3": (formats.E4M3, formats.E4M3),
+    "E5M2": (formats.E5M2, formats.E5M2),
+    "HYBRID": (formats.E4M3, formats.E5M2),
+}
+
+
 class Format(Enum):
     """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient) take.
 
@@ -51,23 +59,11 @@ class Format(Enum):
     E5M2 = FormatLimits(formats.E5M2.max, formats.E5M2.max)
     HYBRID = FormatLimits(formats.E4M3.max, formats.E5M2.max)
 
-    @property
-    def forward(self) -> formats.Format:
-        """Format of inputs and weights."""
-        return _PAIRS[self._name_][0]
+    forward: formats.Format
+    backward: formats.Format
 
-    @property
-    def backward(self) -> formats.Format:
-        """Format of output gradients."""
-        return _PAIRS[self._name_][1]
-
-
-_PAIRS = {  # by ``_name_``, where an Enum keeps its name: each pass asks, and ``name`` is a property of a property
-    "E2M1": (formats.E2M1, formats.E2M1),
-    "E4M3": (formats.E4M3, formats.E4M3),
-    "E5M2": (formats.E5M2, formats.E5M2),
-    "HYBRID": (formats.E4M3, formats.E5M2),
-}
+    def __init__(self, *limits: float) -> None:
+        self.forward, self.backward = _PAIRS[self._name_]  # attributes, since an enumeration is slow to say its name
 
 
 class _Strict:
@@ -205,6 +201,9 @@ class Recipe(_Strict):
 
 
 _MOST_MARGIN = 18
+# The least and the greatest scale of delayed scaling. Both have a finite inverse, and no float32 times the least one reaches 4, which is
+# below every format's largest value: it saturates nothing, whatever the margin.
+DELAYED_SCALES = (2.0**-126, formats.float32.max)
 
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
 
@@ -217,7 +216,8 @@ class DelayedScaling(Recipe):
     At the end of the step, for each tensor whose row 0 is not 0 (one that is 0 was not used, and does not age) ::
 
         amax      = max(amax_history)      "max"          or   amax_history[0]     "most_recent"
-        scale     = fp8_max * 2 ** -margin / amax         kept where amax is 0, Inf or NaN; FLT_MAX where that overflows
+        scale     = fp8_max * 2 ** -margin / amax         kept where amax is 0, Inf or NaN
+                    2^-126 where that is less, so that 1 / scale is finite and no float32 saturates; FLT_MAX where that overflows
         scale_inv = 1 / scale
         history   = roll(history, -1): row 0 becomes the newest row, H - 1, and row 0 starts again at 0
 
@@ -229,9 +229,9 @@ class DelayedScaling(Recipe):
     * ``amax_history_len``: int >= 1, steps.
     * ``amax_compute_algo``: "max", "most_recent", or a callable ``amax_history -> amax`` on NumPy float32 ``(H, n) -> (n,)``.
     * ``scaling_factor_compute_algo``: None for the rule above, or a callable ``(amax, scale, fp8_max, recipe) -> scale`` on NumPy
-      float32 ``(n,)``. FLT_MAX takes the place of an Inf among the scales, and the old scale that of what is no scale where amax is 0, Inf
-      or NaN; elsewhere one that is NaN or not above 2^-128 is a RecipeError, and nothing is updated. Callables run on the host and cost a
-      synchronisation per update.
+      float32 ``(n,)``. Positive answers are brought into [2^-126, FLT_MAX], as by the rule above. One that is not positive, or NaN,
+      leaves the old scale where amax is 0, Inf or NaN; elsewhere it is a RecipeError, and nothing is updated. Callables run on the host
+      and cost a synchronisation per update.
     * ``reduce_amax``: bool; whether amaxes are reduced over the processes of a group. One process has nothing to reduce.
     * ``fp8_dpa``, ``fp8_mha``, ``backward_override``: refused unless at their defaults; not yet supported.
 

@@ -17,13 +17,13 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.errors import CheckpointError, RecipeError, expected
 from fp8kit.formats import float32
-from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit.recipe import DELAYED_SCALES, DelayedScaling, Recipe
 
 HostArray = np.ndarray[Any, Any]
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 FIELDS = ("scale", "scale_inv", "amax_history")
-_NO_SCALE = 2.0**-128  # the largest number whose inverse overflows float32
+_LEAST, _MOST = map(np.float32, DELAYED_SCALES)
 
 
 def forward_slots(gemms: Sequence[str]) -> dict[str, int]:
@@ -39,7 +39,9 @@ def backward_slots(gemms: Sequence[str]) -> dict[str, int]:
 
 def check_saved(state: Mapping[str, ArrayView], gemms: int) -> dict[str, list[ArrayView]]:
     """The arrays of a saved state of ``gemms`` GEMMs, "scaling_fwd.scale" and so on, as "scaling_fwd", "scaling_bwd" -> FIELDS; an empty
-    one stays empty. CheckpointError where one is missing, unknown or does not fit."""
+    one stays empty. CheckpointError that names the array where one is missing, unknown or does not fit, and where a number in it is none
+    that the state can have: scales and their inverses are finite and positive, amaxes not negative (Inf is what a step that overflowed
+    leaves behind)."""
     if not state:
         return {}
     sizes = {"scaling_fwd": FORWARD_SLOTS * gemms, "scaling_bwd": BACKWARD_SLOTS * gemms}
@@ -54,7 +56,21 @@ def check_saved(state: Mapping[str, ArrayView], gemms: int) -> dict[str, list[Ar
             if not fits or part.dtype is not float32:
                 wanted = f"(steps, {slots})" if history else f"({slots},)"
                 raise CheckpointError(f"{name}.{field}: got {part.dtype.name} {part.shape}, expected float32 {wanted}")
+            _check_numbers(f"{name}.{field}", field, part.numpy())
     return {name: [state[f"{name}.{field}"] for field in FIELDS] for name in sizes}
+
+
+def _check_numbers(name: str, field: str, values: HostArray) -> None:
+    """CheckpointError for what is no scale, no inverse of one, or no amax."""
+    if field == "amax_history":
+        fits, wanted = values >= 0, "amaxes, 0 or more"
+    else:
+        with np.errstate(divide="ignore", over="ignore"):
+            fits = (values > 0) & np.isfinite(values) & ((field == "scale_inv") | np.isfinite(np.float32(1) / values))
+        wanted = "finite numbers above 0" if field == "scale_inv" else "finite numbers above 0, and their inverses too"
+    if not fits.all():
+        at = tuple(map(int, np.argwhere(~fits)[0]))
+        raise CheckpointError(f"{name}: got {values[at]} at {at if len(at) > 1 else at[0]}, expected {wanted}")
 
 
 class ScalingState:
@@ -243,22 +259,21 @@ def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float
 
 
 def default_scale(amax: HostArray, scale: HostArray, fp8_max: float, margin: int) -> HostArray:
-    """``fp8_max * 2 ** -margin / amax``; the old scale where amax is 0, Inf or NaN; FLT_MAX where that overflows. float32 (n,)."""
+    """``fp8_max * 2 ** -margin / amax``, brought into ``DELAYED_SCALES``; the old scale where amax is 0, Inf or NaN. float32 (n,)."""
     usable = np.isfinite(amax) & (amax > 0)
     with np.errstate(over="ignore"):
         new = np.float32(fp8_max * 2.0**-margin) / np.where(usable, amax, np.float32(1))
-    return np.where(usable, np.minimum(new, np.finfo(np.float32).max), scale).astype(np.float32)
+    return np.where(usable, np.clip(new, _LEAST, _MOST), scale).astype(np.float32)
 
 
 def _scales(recipe: DelayedScaling, answer: HostArray, amax: HostArray, scale: HostArray, used: HostArray) -> HostArray:
     """What a callable answered, made scales as ``DelayedScaling`` says. RecipeError for one that no scale can be."""
-    capped = np.minimum(answer, np.finfo(np.float32).max)
-    fits = capped > _NO_SCALE  # False for NaN
+    fits = answer > 0  # False for NaN
     wrong = np.flatnonzero(used & np.isfinite(amax) & (amax > 0) & ~fits)
     if wrong.size:
-        got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale, above 2^-128"
+        got, wanted = f"{answer[wrong[0]]} for the amax {amax[wrong[0]]}", "a positive scale"
         raise RecipeError(expected(type(recipe).__name__, "scaling_factor_compute_algo", got, wanted))
-    return np.where(fits, capped, scale)
+    return np.where(fits, np.clip(answer, _LEAST, _MOST), scale)
 
 
 def _answer(recipe: DelayedScaling, name: str, value: Any, shape: tuple[int, ...]) -> HostArray:

@@ -107,11 +107,12 @@ class Scratch(threading.local):
     """Memory for the temporaries of one operation, from ``alloc(nbytes, device)``, which gives an address and an owner.
 
     A thread keeps one room for each stream: work on a stream is done in order, so that the thread's next operation there can have the same
-    memory, and what was laid out in it. Much is not kept: only what a product's workspace and small operands need; on the CPU, where memory
-    is had for little, nothing.
+    memory, and what was laid out in it. Much is not kept: only what a product's workspace and small operands need, for the streams that the
+    thread came to last; on the CPU, where memory is had for little, nothing.
     """
 
     KEPT = 48 << 20  # bytes
+    STREAMS = 16  # beyond this many, as of a program that makes a stream for each piece of work, the oldest room is given up
 
     def __init__(self, alloc: Callable[[int, Device], tuple[int, object]]) -> None:
         self.alloc = alloc
@@ -124,6 +125,9 @@ class Scratch(threading.local):
         if found is None or found.nbytes < nbytes:
             found = Room(nbytes, *self.alloc(nbytes, where))
             if nbytes <= self.KEPT and where.kind != "cpu":
+                self.rooms.pop((where, stream), None)
+                if len(self.rooms) >= self.STREAMS:
+                    del self.rooms[next(iter(self.rooms))]
                 self.rooms[where, stream] = found
         return found
 

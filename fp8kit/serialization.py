@@ -129,7 +129,7 @@ def load(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], str
 
     Everything is checked before anything changes. ``strict``: names that are missing in the file or unknown to the module are an
     error; otherwise they are left alone. Raises CheckpointError, naming what is wrong: no such file, not a safetensors file,
-    truncated, missing or unexpected names, another shape or dtype.
+    truncated, missing or unexpected names, another shape or dtype, an FP8 state that cannot be.
     """
     strict = arguments.flag("load", "strict", strict, CheckpointError)
     if not isinstance(module, Mapping):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from fp8kit.recipe import DelayedScaling
+from fp8kit.recipe import DELAYED_SCALES, DelayedScaling
 from fp8kit_jax import manual
 from fp8kit_jax.division import divide
 
@@ -62,14 +62,14 @@ def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: boo
     """The slot after a step whose largest absolute value was ``amax``, float32 (1,): ``update_delayed_``'s rule, in JAX.
 
     Unchanged where amax is 0. Else a = max(amax, history), NaN ignored, or amax alone; scale = fp8_max * 2**-margin / a where a is finite
-    and positive, FLT_MAX where that overflows; the history rolls by one and amax becomes its last row. XLA's CPU code takes a
+    and positive, brought into ``recipe.DELAYED_SCALES``; the history rolls by one and amax becomes its last row. XLA's CPU code takes a
     subnormal amax for 0.
     """
     history = slot.amax_history.at[0].set(jnp.squeeze(amax, -1))
     known = jnp.where(jnp.isnan(history), 0.0, history)
     a = history[:1] if most_recent else jnp.max(known, keepdims=True)
     usable = jnp.isfinite(a) & (a > 0)
-    new = divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0))
+    new = jnp.maximum(divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0)), DELAYED_SCALES[0])  # capped by divide
     rolled = jnp.roll(history, -1)
     rolled = rolled.at[0].set(0.0)
     if history.shape[0] > 1:

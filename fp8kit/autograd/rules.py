@@ -85,8 +85,9 @@ def maker(device: arrays.Device) -> Callable[[Meta], ArrayView]:
 
 class Ready(NamedTuple):
     """A plan as the native door keeps it: with the layout of its temporaries, and with what its key names by identity kept alive.
-    ``grads``, ``grads_apart``: gradients that are allocated together, and those that are when backward comes to them. ``again``,
-    ``backward_again``: what was done already, None where that is not recorded, as where buffers lie apart."""
+    ``grads``, ``grads_apart``: gradients that are allocated together, and those that are when backward comes to them. ``names``: outputs
+    that a cotangent may come to: what is no amax. ``again``, ``backward_again``: what was done already, None where that is not recorded, as
+    where buffers lie apart."""
 
     plan: Plan
     saved: Block
@@ -94,6 +95,7 @@ class Ready(NamedTuple):
     backward_scratch: Block
     grads: dict[str, Meta]
     grads_apart: dict[str, Meta]
+    names: list[str]
     kernels: Any
     again: Replays | None
     backward_again: Replays | None
@@ -117,9 +119,12 @@ def plan_for(operation: Operation, spec: Any, views: Mapping[str, ArrayView | No
         apart = large(plan.signature.grads) if operation.early else {}
         grads = {name: meta for name, meta in plan.signature.grads.items() if name not in apart}
         saved, forward, back = (Block(m, operation.early) for m in (plan.signature.saved, plan.scratch, plan.backward_scratch))
+        outputs, passes = plan.signature.outputs, plan.signature.passes
+        names = [name for name, meta in outputs.items() if meta.dtype.floating and not meta.zero]
+        names += [name for name, source in passes.items() if metas[source].dtype.floating]  # type: ignore[union-attr]
         again = None if saved.apart or forward.apart else replays(kernels)
         backward_again = None if saved.apart or apart or back.apart else replays(kernels)
-        found = _PLANS[key] = Ready(plan, saved, forward, back, grads, apart, kernels, again, backward_again)
+        found = _PLANS[key] = Ready(plan, saved, forward, back, grads, apart, names, kernels, again, backward_again)
     return found
 
 
@@ -164,7 +169,7 @@ def apply(
     """Run an operation on tensors and record it.
 
     * ``inputs`` by name: Tensors (differentiable where they require a gradient) or views, of the shapes and dtypes that it wants.
-    * ``given``: buffers to use for outputs and backward outputs instead of fresh ones, such as a history's row for an amax.
+    * ``given``: buffers to use for amaxes and backward outputs instead of fresh ones, such as a history's row.
     * ``late``: what backward reads beside the kept inputs, with the values it has then (the gradients' scales).
     * ``finish``: (function, item), called once after a whole backward walk; see ``tape.Node``.
     * ``owner``: the object whose attributes the parameters are: errors call them by the attributes' names.
@@ -312,11 +317,13 @@ def _record(
             raise AutogradError(f"{operation.name}: no gradient rule for its input {name!r}, which requires a gradient")
     kept: dict[str, ArrayView | None] = {name: views[name] if name in views else outputs.get(name) for name in signature.kept}
     kept.update(late)
-    watched = [unchanged(operation.name, name, inputs[name], owner) for name in signature.kept if isinstance(inputs.get(name), Tensor)]
-    watched += [unchanged(operation.name, name, results[name]) for name in signature.kept if name in results]
-    names = [
-        name for name, result in results.items() if result.dtype.floating and (name in signature.passes or not signature.outputs[name].zero)
-    ]
+    watched = []
+    for name in signature.kept:
+        if isinstance(inputs.get(name), Tensor):
+            watched.append(unchanged(operation.name, name, inputs[name], owner))
+        if name in results:
+            watched.append(unchanged(operation.name, name, results[name]))
+    names = ready.names
     main = signature.outputs[names[0]]  # not the array: nobody may need that any more
     edges = [inputs[name].edge() for name in wanted]
     left = True  # what was saved is still there

@@ -237,8 +237,8 @@ class DotProductAttention(Module):
 
 def _leading(inputs: Mapping[str, Any]) -> tuple[Shape, Shape]:
     """Shapes of what holds the queries and of what holds the keys."""
-    q, k = (next(inputs[name].shape for name in names if name in inputs) for names in (("q", "qkv"), ("k", "kv", "qkv")))
-    return q, k
+    queries, keys = "q" if "q" in inputs else "qkv", "k" if "k" in inputs else "kv" if "kv" in inputs else "qkv"
+    return inputs[queries].shape, inputs[keys].shape
 
 
 def check_values(operation: str, form: str, inputs: Mapping[str, Any], queries: Shape, keys: Shape,

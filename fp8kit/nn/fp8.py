@@ -54,6 +54,15 @@ class _Ticket(NamedTuple):
         self.state.drop()
 
 
+class _Way(NamedTuple):
+    """What a recipe comes to in a layer. ``implied``: what stands for the scales that its operation reads."""
+
+    recipe: Recipe
+    fp8: Fp8
+    delayed: bool
+    implied: dict[str, ArrayView]
+
+
 class _Wiring(NamedTuple):
     """How a layer's state hangs on its operation under one recipe."""
 
@@ -95,9 +104,9 @@ class Fp8Module(Module):
     def __init__(self) -> None:
         self.fp8_meta: dict[str, ScalingState] = {}
         self._specs: dict[Any, Any] = {}
+        self._way: _Way | None = None  # of the last recipe
         self._wiring: _Wiring | None = None
         self._weights: _WeightCache | None = None
-        self._fp8: tuple[Recipe, Fp8] | None = None
         self._form: WeightForm | None = None
 
     # --- what a subclass gives ----------------------------------------------------------------------------------------
@@ -123,12 +132,12 @@ class Fp8Module(Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if isinstance(value, Parameter):  # another weight knows nothing of the form
-            self._form = None
+        if isinstance(value, Parameter):  # another weight knows nothing of the form, and may be elsewhere
+            self._form = self._way = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` copies: what is derived from the rest is made anew."""
-        return vars(self) | {"_specs": {}, "_wiring": None, "_weights": None, "_form": None}
+        return vars(self) | {"_specs": {}, "_way": None, "_wiring": None, "_weights": None, "_form": None}
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -140,22 +149,23 @@ class Fp8Module(Module):
         if state is None or not (state.enabled or state.calibrating):
             return apply(self.operation, self._spec(None, False, bias, options), inputs, owner=self)
         recipe, training = state.recipe, is_grad_enabled() or recompute.first()
-        known = self._fp8
-        if known is None or known[0] is not recipe:
-            known = self._fp8 = (recipe, fp8_from_recipe(recipe))
-        fp8 = known[1]
+        way = self._way
+        if way is None or way.recipe is not recipe:
+            delayed = recipe.delayed()
+            way = self._way = _Way(recipe, fp8_from_recipe(recipe), delayed, _scales_of(self.gemms, self.device) if delayed else _NONE)
+        fp8 = way.fp8
         kept = recompute.recall(self)
         if kept is not None:
             return self._run_again(kept, inputs, recipe if state.enabled else None, fp8, bias, options)
         if not state.enabled:
             recompute.keep(self, _NONE, None)
             return self._run_calibrating(inputs, recipe, training, bias, options)
-        implied = _scales_of(self.gemms, self.device) if recipe.delayed() else _NONE
-        rehearse(self.operation, self._spec(fp8, False, bias, options), inputs, self, implied=implied)  # before the state is touched
+        spec = self._spec(fp8, False, bias, options)
+        rehearse(self.operation, spec, inputs, self, implied=way.implied)  # before the state is touched
         given, late, finish = _NONE, _NONE, None
         scales: dict[str, ArrayView] = _NONE
         record = training or state.calibrating
-        if recipe.delayed():
+        if way.delayed:
             wiring = self._wire(recipe, record)
             scales = wiring.scales
             if record:  # inference leaves no trace in the history
@@ -171,8 +181,8 @@ class Fp8Module(Module):
             written = form.find(fp8, inputs, self.fp8_meta.get("scaling_fwd"))
             cached = self._fp8_weights(written, fp8, is_first_microbatch, bias, scales, given)
         recompute.keep(self, scales, cached)
-        inputs = inputs if cached is None else inputs | cached
-        spec = self._spec(fp8, cached is not None, bias, options)
+        if cached is not None:
+            inputs, spec = inputs | cached, self._spec(fp8, True, bias, options)
         out = apply(self.operation, spec, {**inputs, **scales}, given, late, finish, self)
         if given and written is not None and is_first_microbatch is None:  # only now: a call that is refused records nothing
             written.record()
@@ -286,7 +296,7 @@ class Fp8Module(Module):
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
         """Check a saved FP8 state, float32 arrays by name as in ``ScalingState``; the function that is returned takes it over (an empty
-        one: the layer has none). CheckpointError where names, shapes or dtypes do not fit."""
+        one: the layer has none). CheckpointError where names, shapes, dtypes or numbers do not fit (``scaling.check_saved``)."""
         made = {name: ScalingState.of(parts, self.device) for name, parts in check_saved(state, len(self.gemms)).items()}
 
         def take() -> None:

@@ -50,8 +50,6 @@ class LinearBase(Fp8Module):
         self.in_features, self.out_features = int(in_features), int(out_features)
         self.use_bias, self.return_bias, self.name = flag(operation, "bias", bias), flag(operation, "return_bias", return_bias), name
         self._split = split_sizes(operation, self.out_features, parameters_split)
-        self._weight_names = [(f"weight{i}", f"{prefix}weight") for i, prefix in enumerate(self._split)]
-        self._bias_names = [(f"bias{i}", f"{prefix}bias") for i, prefix in enumerate(self._split) if self.use_bias]
         if self.return_bias and len(self._split) > 1:
             not_yet(operation, {"return_bias": (True, False)})
         init = init_of(operation, "init_method", init_method)
@@ -61,13 +59,13 @@ class LinearBase(Fp8Module):
         if self.use_bias:
             for prefix, size in self._split.items():
                 setattr(self, f"{prefix}bias", make_parameter((size,), 0.0, dtype, where))
+        # the operation's names of weights, and of all parameters -> the attributes that hold them
+        self._weight_names = {f"weight{i}": f"{prefix}weight" for i, prefix in enumerate(self._split)}
+        biases = {f"bias{i}": f"{prefix}bias" for i, prefix in enumerate(self._split)} if self.use_bias else {}
+        self._names = self._weight_names | biases
 
     def weight_inputs(self) -> dict[str, Parameter]:
-        return {name: getattr(self, attribute) for name, attribute in self._weight_names}
-
-    def bias_inputs(self) -> dict[str, Parameter]:
-        """The biases by their name in the operation."""
-        return {name: getattr(self, attribute) for name, attribute in self._bias_names}
+        return {name: getattr(self, attribute) for name, attribute in self._weight_names.items()}
 
     @property
     def bias_mode(self) -> str:
@@ -79,7 +77,8 @@ class LinearBase(Fp8Module):
 
     def product_inputs(self, bias: str) -> Inputs:
         """Weights, and biases where the operation takes them."""
-        return {**self.weight_inputs()} if bias == "none" else {**self.weight_inputs(), **self.bias_inputs()}
+        names = self._names if bias != "none" else self._weight_names
+        return {name: getattr(self, attribute) for name, attribute in names.items()}
 
 
 class Linear(LinearBase):

@@ -165,8 +165,8 @@ class Module:
         return {}
 
     def check_extra_state(self, state: Mapping[str, ArrayView]) -> Callable[[], None]:
-        """Check what ``extra_state`` once gave, arrays by name, and return what takes it over. CheckpointError where names, shapes or
-        dtypes do not fit."""
+        """Check what ``extra_state`` once gave, arrays by name, and return what takes it over. CheckpointError where names, shapes, dtypes
+        or values do not fit."""
         if state:
             raise CheckpointError(f"unexpected: {', '.join(state)}")
         return lambda: None
@@ -187,12 +187,12 @@ class Module:
 
         Everything is checked before anything changes. ``strict``: every parameter and buffer must be there, and nothing else; a module
         without FP8 state in ``state`` loses its own, as it was when it was saved. Otherwise what is missing stays as it is. Raises
-        CheckpointError that names what is missing, unexpected, or of another shape or dtype.
+        CheckpointError that names what is missing, unexpected, of another shape or dtype, or no FP8 scale or amax.
         """
         self.check_state_dict(state, strict)()
 
     def check_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Callable[[], None]:
-        """Check the names, shapes and dtypes of what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
+        """Check all of what ``load_state_dict`` takes, and return what takes it over. CheckpointError as there."""
         serialization.mapping("load_state_dict", state)
         strict = flag("load_state_dict", "strict", strict, CheckpointError)
         own = {name: parameter.view for name, parameter in self.named_parameters()} | dict(self.named_buffers())

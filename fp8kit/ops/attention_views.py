@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape, contiguous_strides
@@ -26,12 +27,14 @@ class Part(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """The call as the kernels see it: ``spec`` with a padded format, each input's ``shapes`` there, the ``parts`` q, k, v, o's shape."""
+    """The call as the kernels see it: ``spec`` with a padded format, each input's ``shapes`` there, the ``parts`` q, k, v, o's shape, and o
+    with its ``heads`` apart."""
 
     spec: AttentionSpec
     shapes: dict[str, Shape]
     parts: dict[str, Part]
     o: Shape
+    heads: Part
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -76,7 +79,9 @@ def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
             head = sum(spec.features(other) for other in letters) if spec.interleaved else spec.features(part)  # from head to head
             parts[part] = Part(name, shape, (leading[1] * width, width, head, 1), offset)
             offset += spec.features(part) if spec.interleaved else spec.width(part)
-    return Dense(inner, shapes, parts, (*parts["q"].shape[:2], spec.num_heads * spec.head_dim_v))
+    leading, heads = parts["q"].shape[:2], (spec.num_heads, spec.head_dim_v)
+    whole = (*leading, *heads)
+    return Dense(inner, shapes, parts, (*leading, math.prod(heads)), Part("o", whole, contiguous_strides(whole), 0))
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
@@ -84,7 +89,7 @@ def dense_of(spec: AttentionSpec, metas: Metas) -> Dense:
 
 def parts_of(dense: Dense, views: Views) -> tuple[ArrayView, ArrayView, ArrayView]:
     """The strided q, k, v inside the inputs (or dq, dk, dv inside their gradients)."""
-    q, k, v = (part.of(there(views[part.input])) for part in dense.parts.values())
+    q, k, v = [part.of(there(views[part.input])) for part in dense.parts.values()]
     return q, k, v
 
 
@@ -96,8 +101,7 @@ def there(view: ArrayView | None) -> ArrayView:
 
 def heads_apart(o: ArrayView | None, dense: Dense) -> ArrayView:
     """o (s, b, h * d_v) as (s, b, h, d_v)."""
-    shape = (*dense.parts["q"].shape[:3], dense.spec.head_dim_v)
-    return there(o).with_strides(shape, contiguous_strides(shape))
+    return dense.heads.of(there(o))
 
 
 def extras_of(spec: AttentionSpec, views: Views) -> AttentionExtras:

@@ -74,7 +74,7 @@ class Linear(Operation):
             p.dgrad(plan.kernels, g2, kept, saved, scratch, dx.rows(), stream)
         if p.needs_w:
             x = kept.get("x")
-            casts = {**saved, **kept} if plan.spec.product.input_cached else saved
+            casts = kept if plan.spec.product.input_cached else saved
             p.wgrad(plan.kernels, g2, None if x is None else x.rows(), casts, grads, scratch, stream)
 
 

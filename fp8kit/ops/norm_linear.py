@@ -171,9 +171,7 @@ class NormLinear(Operation):
         y = outputs["y"]
         assert y is not None
         normed = stage.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
-        x = inputs["x"]
-        assert x is not None
-        stage.product.fprop(plan.kernels, normed if normed is not None else x.rows(), inputs, outputs, saved, scratch, y.rows(), stream)
+        stage.product.fprop(plan.kernels, normed, inputs, outputs, saved, scratch, y.rows(), stream)
 
     def backward(self, plan: Plan, kept: Views, saved: Views, cotangents: Views, grads: Views, scratch: Views, stream: int) -> None:
         stage: NormStage = plan.extra

@@ -246,7 +246,7 @@ class NormMLP(Operation):
         own = saved if passes.numbers is None else taken(scratch, st.saved())
         self._fc1(plan, st, inputs, outputs, own, scratch, stream)
         act = self._activate(plan, st, inputs, outputs, own, scratch, stream)
-        st.fc2.fprop(k, act if act is not None else y.rows(), inputs, outputs, own, scratch, y.rows(), stream)
+        st.fc2.fprop(k, act, inputs, outputs, own, scratch, y.rows(), stream)
         for i, source in enumerate((passes.numbers or {}).values()):
             numbers = saved["numbers"]
             assert numbers is not None
@@ -254,12 +254,10 @@ class NormMLP(Operation):
 
     def _fc1(self, plan: Plan, st: _Stages, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
         """h = norm(x) W1^T, kept for backward where it is wanted there."""
-        x = inputs["x"]
-        assert x is not None
         normed = st.norm.forward(plan.kernels, inputs, outputs, saved, scratch, stream)
         h = saved.get("h") or scratch.get("h")
         assert h is not None
-        st.fc1.fprop(plan.kernels, normed if normed is not None else x.rows(), inputs, outputs, saved, scratch, h, stream)
+        st.fc1.fprop(plan.kernels, normed, inputs, outputs, saved, scratch, h, stream)
         done(scratch, "normed")
 
     def _activate(
@@ -335,9 +333,7 @@ class NormMLP(Operation):
         done(saved, "h")
         if products and not fused:
             fc1.cast_g(k, given(scratch, "dh"), kept, grads, scratch, stream, with_bias=False, amax_known=current)
-        dh = g2  # not read: FP8 products have the casts
-        if fc1.spec.fp8 is None and products:
-            dh = given(scratch, "dh")
+        dh = given(scratch, "dh") if fc1.spec.fp8 is None and products else None  # FP8 products have the casts
         done(scratch, "dh")
         if fc1.needs_w:
             normed = kept.get("normed") if st.norm.as_output else saved.get("normed")

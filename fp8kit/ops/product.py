@@ -7,7 +7,7 @@ two. ``Product`` is what they see of it; how the operands are stored and multipl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,13 +80,9 @@ class Product:
         self.biases = [f"{p}bias{i}" for i in range(count)] if spec.bias != "none" else []
         self.grad_dtype = dtype if spec.main_grad is None else formats.dtype(spec.main_grad)
         self.adds = spec.main_grad is not None and not spec.overwrite_grad  # wgrad is added to what is there
+        self.whole_wgrad = False  # whether wgrad makes the gradients of all segments at once, to be copied apart
 
     # --- what there is ------------------------------------------------------------------------------------------------
-
-    @property
-    def whole_wgrad(self) -> bool:
-        """Whether wgrad makes the gradients of all segments at once, to be copied apart."""
-        return False
 
     @property
     def delayed(self) -> bool:
@@ -194,8 +190,11 @@ class Product:
     def measure_weight(self, k: Any, inputs: Views, outputs: Views, stream: int) -> None:
         """Max-accumulate the weight's amax into its output, where there is one and the weight is not cached."""
 
-    def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
-        """y = x W^T (+ bias). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel."""
+    def fprop(
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
+    ) -> None:
+        """y = x W^T (+ bias). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel,
+        and may be None."""
         raise NotImplementedError
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
@@ -214,14 +213,18 @@ class Product:
         dbias = self._bias_sums(grads, scratch) if with_bias else None
         if dbias is not None:
             k.sum_rows(g, dbias, scratch["workspace"], stream)
-            self._part_bias_sums(k, grads, dbias, stream)
+            if len(self.biases) > 1:
+                self._part_bias_sums(k, grads, dbias, stream)
 
-    def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
-        """dx = g W. ``g`` is read in high precision only."""
+    def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+        """dx = g W. ``g`` is read in high precision only, and may be None in FP8."""
         raise NotImplementedError
 
-    def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
-        """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are read in high precision only."""
+    def wgrad(
+        self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
+    ) -> None:
+        """dW = g^T x, segment by segment; added to what is there where the spec says so. ``g``, ``x`` are read in high precision only, and
+        may be None in FP8. ``saved`` holds the cast of x, which is ``done`` with, unless it was an input (``input_cached``)."""
         raise NotImplementedError
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -244,9 +247,8 @@ class Product:
 
     def _part_bias_sums(self, k: Any, grads: Views, dbias: ArrayView, stream: int) -> None:
         """Copy the segments' bias gradients from where they were made together."""
-        if len(self.biases) > 1:
-            for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
-                k.copy(dbias.slice(0, start, n), grads[name], stream)
+        for name, start, n in zip(self.biases, self.starts, self.spec.segments, strict=True):
+            k.copy(dbias.slice(0, start, n), grads[name], stream)
 
     def _part_weights(self, k: Any, whole: ArrayView, grads: Views, scratch: Views, stream: int) -> None:
         """Bring the segments' weight gradients from where they were made together (``whole_wgrad``)."""
@@ -270,8 +272,10 @@ class Product:
         several = len(self.spec.segments) > 1
         return {f"{self.spec.prefix}weight": Meta(self._weight_shape(self.n), self.dtype)} if several else {}
 
-    def _joined(self, k: Any, names: Iterable[str], views: Views, buffer: ArrayView | None, dim: int, stream: int) -> ArrayView:
+    def _joined(self, k: Any, names: Sequence[str], views: Views, buffer: ArrayView | None, dim: int, stream: int) -> ArrayView:
         """The segments as one array: as they are when they lie side by side in memory, else copied into ``buffer``."""
+        if len(names) == 1:
+            return given(views, names[0])
         parts = [given(views, name) for name in names]
         whole = side_by_side(parts, dim)
         if whole is not None:

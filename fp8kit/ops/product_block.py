@@ -25,13 +25,9 @@ class BlockProduct(Product):
         super().__init__(spec, rows, dtype, needs_x, needs_w, needs_b)
         assert spec.fp8 is not None
         self.fp8: Fp8 = spec.fp8
+        self.whole_wgrad = len(self.weights) > 1  # the scales of a part of g^T's rows are no array of their own
 
     # --- what there is ------------------------------------------------------------------------------------------------
-
-    @property
-    def whole_wgrad(self) -> bool:
-        # the scales of a part of g^T's rows are no array of their own
-        return len(self.weights) > 1
 
     def check(self, operation: str, metas: Metas) -> None:
         super().check(operation, metas)
@@ -107,7 +103,9 @@ class BlockProduct(Product):
             rows.append((product._joined(k, product.weights, inputs, None, 0 if product.oi else 1, stream), *q, *q_t))
         k.block_quantize_many(*map(list, zip(*rows, strict=True)), quant.format, quant.tile, quant.power_2, quant.epsilon, stream)
 
-    def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
+    def fprop(
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
+    ) -> None:
         bias = self._bias(k, inputs, scratch, stream)
         weight: Views = inputs
         if not self.spec.weight_cached:
@@ -130,12 +128,14 @@ class BlockProduct(Product):
         if self.needs_x or self.needs_w:
             self._cast(k, self.fp8.g, g, self._found(scratch, "g_q"), self._found(scratch, "g_qt"), stream)
 
-    def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+    def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
         self._multiply(k, "g_q", scratch, "w_qt", kept if self.spec.weight_cached else saved, dx, None, scratch, stream)
         done(scratch, *self._names("g_q"))
         done(saved, *self._names("w_qt"))
 
-    def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def wgrad(
+        self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
+    ) -> None:
         whole = given(scratch, f"{self.spec.prefix}dweight") if self.whole_wgrad else given(grads, self.weights[0])
         adds = self.adds and not self.whole_wgrad
         if self.oi:
@@ -143,7 +143,8 @@ class BlockProduct(Product):
         else:
             self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream, adds)
         done(scratch, *self._names("g_qt"), f"{self.spec.prefix}dweight")
-        done(saved, *self._names("x_qt"))
+        if not self.spec.input_cached:
+            done(saved, *self._names("x_qt"))
         if self.whole_wgrad:
             self._part_weights(k, whole, grads, scratch, stream)
 

@@ -31,15 +31,12 @@ class TensorProduct(Product):
         self.x_made, self.w_made, self.g_made = (f"{p}{o}_made_scale" for o in "xwg")  # of scales that are made here
         self.x_scale, self.w_scale, self.g_scale = (f"{p}{o}_scale" for o in "xwg")
         self.x_amax, self.w_amax, self.g_amax = (f"{p}{o}_amax" for o in "xwg")
+        # wgrad of a segment reads whole blocks of 16 rows of g^T: only aligned segments can be multiplied one by one
+        self.whole_wgrad = len(self.weights) > 1 and any(n % 16 for n in spec.segments)
         self.keeps = needs_w or needs_x  # backward multiplies: what it needs of forward's casts is saved
         self.x_given_inv, self.w_given_inv = f"{p}x_scale_inv", f"{p}w_scale_inv"  # of casts that are inputs
 
     # --- what there is ------------------------------------------------------------------------------------------------
-
-    @property
-    def whole_wgrad(self) -> bool:
-        # wgrad of a segment reads whole blocks of 16 rows of g^T: only aligned segments can be multiplied one by one
-        return len(self.weights) > 1 and any(n % 16 for n in self.spec.segments)
 
     @property
     def delayed(self) -> bool:
@@ -168,16 +165,15 @@ class TensorProduct(Product):
         amax: ArrayView | None,
     ) -> Iterator[tuple[ArrayView, Cast]]:  # fmt: skip
         """Each weight segment, and where it goes."""
-        parts = [given(inputs, name) for name in self.weights]
-        for i, (part, start) in enumerate(zip(parts, self.starts, strict=True)):
+        for i, (name, start) in enumerate(zip(self.weights, self.starts, strict=True)):
             q, q_t = w_q, w_qt
-            if len(parts) > 1:
-                rows = (self.np if i + 1 == len(parts) else start + self.spec.segments[i]) - start
+            if len(self.weights) > 1:
+                rows = (self.np if i + 1 == len(self.weights) else start + self.spec.segments[i]) - start
                 q = None if w_q is None else w_q.slice(0, start, rows)
                 q_t = None if w_qt is None else w_qt.slice(1, start, rows)
             if not self.oi:
                 q, q_t = q_t, q
-            yield part, Cast(self.fp8.w.format, q, q_t, scale, scale_inv, amax)  # type: ignore[arg-type]
+            yield given(inputs, name), Cast(self.fp8.w.format, q, q_t, scale, scale_inv, amax)  # type: ignore[arg-type]
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
@@ -207,7 +203,9 @@ class TensorProduct(Product):
             part = given(inputs, name)
             k.amax(part, outputs[self.w_amax], part.shape, stream)
 
-    def fprop(self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int) -> None:
+    def fprop(
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
+    ) -> None:
         f = self.fp8
         bias = self._bias(k, inputs, scratch, stream)
         invs = saved if self.keeps else scratch
@@ -242,10 +240,10 @@ class TensorProduct(Product):
         amax = given(kept, f"{self.g_amax}_in") if quant.source == "amax" else grads.get(self.g_amax)
         q, q_t, inv = scratch.get(self.g_q), scratch.get(self.g_qt), given(scratch, self.g_inv)
         quantize_operand(k, quant, g, q, q_t, scale, inv, amax, dbias, scratch["workspace"], stream, amax_known)
-        if dbias is not None:
+        if dbias is not None and len(self.biases) > 1:
             self._part_bias_sums(k, grads, dbias, stream)
 
-    def dgrad(self, k: Any, g: ArrayView, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
+    def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
         f = self.fp8
         w_qt, w_inv = (kept[self.w_qt], kept[self.w_given_inv]) if self.spec.weight_cached else (saved[self.w_qt], saved[self.w_inv])
         g_q, g_inv, space = scratch[self.g_q], scratch[self.g_inv], scratch["workspace"]
@@ -253,10 +251,13 @@ class TensorProduct(Product):
         done(scratch, self.g_q)
         done(saved, self.w_qt)
 
-    def wgrad(self, k: Any, g: ArrayView, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
+    def wgrad(
+        self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
+    ) -> None:
         self._wgrads(k, saved, grads, scratch, stream)
         done(scratch, self.g_qt, f"{self.spec.prefix}dweight")
-        done(saved, self.x_qt)
+        if not self.spec.input_cached:
+            done(saved, self.x_qt)
 
     def _wgrads(self, k: Any, saved: Views, grads: Views, scratch: Views, stream: int) -> None:
         g_qt = given(scratch, self.g_qt)

@@ -22,6 +22,7 @@ from fp8kit.formats import float32, int64
 
 Group = dict[str, Any]
 Hyper = tuple[Any, ...]
+Taking = tuple[Tensor, ArrayView, float | ArrayView, Hyper]  # a parameter, its gradient, lr, and the other hyperparameters
 
 
 class _Counter:
@@ -196,14 +197,23 @@ class Optimizer:
         ``inv_scale``: float32 array of one element that gradients are multiplied by on the way. ``found_inf``: the same; where it is not 0,
         nothing changes and the step does not count. ``GradScaler.step`` gives both.
         """
-        captured.hold(self, self._held)
-        by = None if inv_scale is None else self._one("inv_scale", inv_scale)
-        bad = None if found_inf is None else self._one("found_inf", found_inf)
-        taking: list[tuple[Tensor, ArrayView, float | ArrayView, Hyper]] = []
+        self.make_step(self.taking(), inv_scale, found_inf)
+
+    def taking(self) -> list[Taking]:
+        """What a step would take now, a row for each parameter that has a gradient. Fp8kitError for gradients and hyperparameters that a
+        step refuses."""
+        found: list[Taking] = []
         for group in self.param_groups:
             hyper = self.flat(group)
             lr = hyper[0] if isinstance(hyper[0], float) else self._one("lr", hyper[0])
-            taking += [(param, self.gradient(param), lr, hyper[1:]) for param in group["params"] if param.grad is not None]
+            found += [(param, self.gradient(param), lr, hyper[1:]) for param in group["params"] if param.grad is not None]
+        return found
+
+    def make_step(self, taking: Sequence[Taking], inv_scale: Any = None, found_inf: Any = None) -> None:
+        """``step`` with what ``taking`` said; arrays and errors as there."""
+        captured.hold(self, self._held)
+        by = None if inv_scale is None else self._one("inv_scale", inv_scale)
+        bad = None if found_inf is None else self._one("found_inf", found_inf)
         counters = self._counters([param for param, *_ in taking])
         batches: dict[tuple[Any, ...], Batch] = {}
         for param, grad, lr, hyper in taking:

@@ -7,7 +7,7 @@ optimiser's kernel reads it there, so that nothing waits for the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from fp8kit.autograd.tensors import fresh, record
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, CheckpointError, FormatError, expected
 from fp8kit.formats import HIGH_PRECISION, float32
-from fp8kit.optim.base import Optimizer
+from fp8kit.optim.base import Optimizer, Taking
 
 _DTYPES = {"scale": np.float32, "good_steps": np.int64}
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # of a factor
@@ -103,14 +103,9 @@ class GradScaler:
 
         return [f"GradScaler.{name}" for name in names] + ["GradScaler: state, which was loaded"] * len(views), read, views
 
-    def _look(self, optimizer: Optimizer, unscale: bool) -> ArrayView | None:
-        """found_inf of the optimiser's gradients, looked for once an update; None where it has no gradient."""
-        known = self._found.get(optimizer)
-        if known is not None and not unscale:
-            return known
-        for group in optimizer.param_groups:  # what the step would refuse, before anything is noted of it
-            optimizer.flat(group)
-        grads = [optimizer.gradient(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    def _look(self, optimizer: Optimizer, taking: Sequence[Taking], unscale: bool) -> ArrayView | None:
+        """found_inf of the gradients that the optimiser is ``taking``, None where there is none. ``unscale``: the factor is taken out."""
+        grads = [grad for _, grad, *_ in taking]
         if not grads:
             return None
         device = grads[0].device
@@ -142,17 +137,19 @@ class GradScaler:
             if not grad.contiguous or not grad.writable:  # backward's are; a user may have set any array
                 what = f"strides {grad.strides}" if not grad.contiguous else "read-only memory"
                 raise FormatError(expected("GradScaler.unscale_", "gradients", what, "C-contiguous memory that may be written"))
-        self._look(optimizer, True)
+        self._look(optimizer, optimizer.taking(), True)
         self._unscaled.add(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` on the gradients without the factor; where one of them is Inf or NaN nothing changes and no step counts."""
         _optimizer("step", optimizer)
-        found = self._look(optimizer, False) if self.enabled else None
-        if found is None:
-            optimizer.step()
-            return
-        optimizer.step(None if optimizer in self._unscaled else self._views["inv_scale"], found)
+        taking = optimizer.taking()  # what the step refuses it refuses here, before anything is noted of it
+        found = None
+        if self.enabled:
+            found = self._found.get(optimizer)  # once an update
+            found = self._look(optimizer, taking, False) if found is None else found
+        by = None if found is None or optimizer in self._unscaled else self._views["inv_scale"]
+        optimizer.make_step(taking, by, found)
 
     def update(self) -> None:
         """The factor for the next step, from what the steps since the last update found. Without a step nothing changes."""

@@ -8,13 +8,15 @@ import pytest
 from fp8kit import nn
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Function, no_grad, tensor
+from fp8kit.backends import dispatch
 from fp8kit.errors import RecipeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from fp8kit.scaling import ScalingState, update
+from fp8kit.scaling import ScalingState, default_scale, update
 from tests.nn.products import f64, host
 from tests.nn.test_layers import draw, make, step
 
 FLT_MAX = np.finfo(np.float32).max
+LEAST = np.float32(2.0**-126)
 K, N = 32, 48
 
 
@@ -29,7 +31,7 @@ def rule(history, scale, fp8_max, recipe):
         amax = column[0] if recipe.amax_compute_algo == "most_recent" else max(finite, default=np.float32(0))
         if np.isfinite(amax) and amax > 0:
             with np.errstate(over="ignore"):
-                scale[i] = min(np.float32(fp8_max * 2.0**-recipe.margin) / np.float32(amax), FLT_MAX)
+                scale[i] = np.clip(np.float32(fp8_max * 2.0**-recipe.margin) / np.float32(amax), LEAST, FLT_MAX)
         new = np.roll(column, -1)
         new[0] = 0
         if len(column) > 1:
@@ -106,7 +108,7 @@ def test_callables_get_and_give_what_they_should(device):
         update(wrong, [state_with([[4, 0], [1, 9]], [1, 2], device)], 448.0)
 
 
-@pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, 1e-39, 2.0**-128])
+@pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, -np.inf, -1e-39])
 def test_a_callable_cannot_spoil_a_scale(bad, device):
     recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, bad))
     history, scale = np.float32([[4, 2], [1, 0]]), np.float32([1, 2])
@@ -119,12 +121,37 @@ def test_a_callable_cannot_spoil_a_scale(bad, device):
 
 
 def test_the_least_scale_of_a_callable_has_an_inverse(device):
-    least = np.nextafter(np.float32(2.0**-128), np.float32(1))
-    recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: np.full_like(scale, least))
-    state = state_with([[4, 2], [1, 0]], [1, 2], device)
+    small = np.float32([1e-45, 2.0**-128, 2.0**-127, 2.0**-126, 2.0**-125])
+    recipe = DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda *given: small)
+    state = state_with(np.ones((2, 5)), np.ones(5), device)
     update(recipe, [state], 448.0)
-    np.testing.assert_array_equal(host(state.scale), [least, least])
-    assert np.isfinite(host(state.scale_inv)).all()
+    np.testing.assert_array_equal(host(state.scale), [LEAST, LEAST, LEAST, LEAST, 2 * LEAST])
+    np.testing.assert_array_equal(host(state.scale_inv), np.float32([2.0**126] * 4 + [2.0**125]))
+
+
+@pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
+@pytest.mark.parametrize("margin", range(-20, 21))
+def test_every_amax_gives_a_scale_and_an_inverse(margin, fp8_max, device):
+    """Of all finite amaxes, by their bits: every power of two and its neighbours. scale * amax is fp8_max * 2^-margin but for one rounding,
+    and where it is not, the scale is the least or the greatest one, and then even the largest amax stays within the format."""
+    powers = np.float32(2.0) ** np.arange(-149, 128, dtype=np.float32)
+    amax = np.unique(np.concatenate([powers, np.nextafter(powers, np.float32(np.inf)), np.nextafter(powers[1:], np.float32(0)),
+                                     powers[:-1] * np.float32(1.5), [FLT_MAX]]))
+    state = state_with(amax[None], np.full_like(amax, 3), device)
+    scale, scale_inv, history = state.views.values()
+    dispatch.kernels(scale.device).update_delayed_([scale], [scale_inv], [history], [fp8_max], margin, False, 0)
+    got, inverse = f64(scale), f64(scale_inv)
+    assert (got > 0).all()
+    assert np.isfinite(got).all()
+    assert (inverse > 0).all()
+    np.testing.assert_array_equal(scale_inv.numpy(), np.float32(1) / scale.numpy())
+    assert np.isfinite(inverse).all()
+    exact = fp8_max * 2.0**-margin / amax.astype(np.float64)
+    within = (exact >= LEAST) & (exact <= FLT_MAX)
+    np.testing.assert_array_less(np.abs(got / exact - 1)[within], 2.0**-24 * (1 + 1e-9))
+    np.testing.assert_array_equal(got[~within], np.where(exact < LEAST, LEAST, FLT_MAX)[~within])
+    assert (got * amax)[exact < LEAST].max(initial=0) < 4
+    np.testing.assert_array_equal(default_scale(amax, np.full_like(amax, 3), fp8_max, margin), scale.numpy())
 
 
 def test_a_callables_scales_where_amax_says_nothing(device):

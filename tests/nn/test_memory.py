@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,9 @@ from fp8kit.bench.memory import Peak
 from fp8kit.errors import AutogradError
 from fp8kit.nn import linear as nn_linear
 from fp8kit.nn import norm_mlp as nn_norm_mlp
+from fp8kit.ops.linear import LinearSpec, linear, weight_cast
+from fp8kit.ops.product import ProductSpec
+from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.scratch import Buffers, done, idle, large, taken
 from fp8kit.spec import Meta
 from tests import peaks
@@ -106,6 +111,50 @@ def test_buffers_that_lie_apart_change_no_bit(device, recipe, kind, options, mon
     if recipe != "delayed":  # its scales of gradients have been updated between the walks
         assert found[0] == found[1]
         assert found[2] == found[3]
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_casts_that_are_inputs_stay(device, recipe, monkeypatch):
+    """Two products share the codes of their input and weight, which nobody gives up however a door keeps them: the bits of products
+    that cast for themselves, in a first walk back and in a second one."""
+    fp8 = fp8_from_recipe(RECIPES[recipe])
+    square = replace(fp8, x=fp8.w, w=fp8.x) if recipe == "block" else fp8  # a cast of x as if it were the weight
+    rng = np.random.default_rng(3)
+    x, w = (tensor(rng.standard_normal(shape).astype(np.float32), True, device=device) for shape in ((32, 48), (80, 48)))
+    g = tensor(rng.standard_normal((32, 80)).astype(np.float32), device=device)
+
+    def cast(values, operand):
+        spec = LinearSpec(ProductSpec(48, (values.shape[0],), bias="none", fp8=square if operand == "x" else fp8))
+        made = rules.apply(weight_cast, spec, {"weight0": values.detach()})
+        return {operand + name[1:]: one for name, one in made.items() if name != "w_amax"}
+
+    def walks(own, **options):
+        spec = LinearSpec(ProductSpec(48, (80,), bias="none", fp8=fp8, **options))
+        found = []
+        ys = [rules.apply(linear, spec, {"x": x, "weight0": w, **own})["y"] for _ in range(2)]
+        for y, keep in ((ys[0], True), (ys[1], False), (ys[0], False)):
+            x.grad = w.grad = None
+            y.backward(g, retain_graph=keep)
+            found.append([array.numpy().tobytes() for array in (y, x.grad, w.grad)])
+        return found
+
+    with fk.deterministic():
+        want = walks({})
+        assert want[0] == want[1] == want[2]
+        codes = cast(x, "x") | cast(w, "w")
+        before = {name: one.numpy().tobytes() for name, one in codes.items()}
+        peaks.all_apart(monkeypatch)
+        monkeypatch.setattr(rules, "_PLANS", {})
+        backward = type(linear).backward
+
+        def keeping(self, plan, kept, *rest):
+            kept = Buffers(kept, {}, None)
+            backward(self, plan, kept, *rest)
+            assert all(view is not None for view in kept.values())
+
+        monkeypatch.setattr(type(linear), "backward", keeping)
+        assert walks(codes, input_cached=True, weight_cached=True) == want
+    assert {name: one.numpy().tobytes() for name, one in codes.items()} == before
 
 
 def test_a_backward_that_failed_half_way_says_so_when_it_is_asked_again(monkeypatch):

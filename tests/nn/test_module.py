@@ -202,6 +202,10 @@ def wrong(tmp_path, make):
         (lambda s: s.pop("head._extra_state.scaling_fwd.scale"), ["head._extra_state", "missing: scaling_fwd.scale"]),
         (lambda s: s.update({"head._extra_state.scaling_fwd.scale": np.zeros(4, np.float32)}), ["scaling_fwd.scale", "(4,)", "(3,)"]),
         (lambda s: s.update({"head._extra_state.scaling_bwd.amax_history": np.zeros(2, np.float32)}), ["amax_history", "(steps, 2)"]),
+        *((lambda s, name=name, bad=bad: s[f"head._extra_state.{name}"].reshape(-1).__setitem__(2, bad), ["head._extra_state", name, said])
+          for name, bads in (("scaling_fwd.scale", (0, -1, np.nan, np.inf, 2.0**-128)), ("scaling_fwd.scale_inv", (0, -1, np.nan, np.inf)),
+                             ("scaling_bwd.amax_history", (-1, np.nan, -np.inf)))
+          for bad in bads for said in (f"got {np.float32(bad)} at",)),
         (lambda s: s.update({"embed._extra_state.x": np.zeros(1)}), ["embed._extra_state", "unexpected: x"]),
         (lambda s: s.update({"nowhere._extra_state.x": np.zeros(1)}), ["unexpected: nowhere._extra_state.x"]),
     ],
@@ -215,6 +219,14 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path, make, words):
     for word in (*words, str(path)):
         assert word in str(caught.value)
     assert bits(net.state_dict()) == before
+
+
+def test_an_overflow_in_the_history_is_loaded(tmp_path):
+    """A step whose gradients overflowed is part of a run: its amax stays in the history until it has rolled through."""
+    path = wrong(tmp_path, lambda s: s["head._extra_state.scaling_bwd.amax_history"].__setitem__((-1, 0), np.inf))
+    net = Net("cpu")
+    serialization.load(path, net)
+    assert net.head.fp8_meta["scaling_bwd"].amax_history[-1, 0] == np.inf
 
 
 def test_not_strict_takes_what_fits(tmp_path):

@@ -57,6 +57,20 @@ def test_much_is_not_kept_nor_anything_on_the_cpu():
     assert made == [8, Scratch.KEPT + 1, Scratch.KEPT + 1, 8, 8]
 
 
+def test_rooms_of_ever_new_streams_do_not_pile_up():
+    scratch, made = counting()
+    rooms = [scratch.room(8, GPU, stream) for stream in range(3 * Scratch.STREAMS)]
+    assert len(scratch.rooms) == Scratch.STREAMS
+    last = len(rooms) - 1
+    assert scratch.room(8, GPU, last) is rooms[last]
+    larger = scratch.room(9, GPU, last - Scratch.STREAMS + 1)  # in place of the oldest: no other goes
+    assert len(scratch.rooms) == Scratch.STREAMS
+    assert scratch.room(8, GPU, last - Scratch.STREAMS + 1) is larger
+    assert scratch.room(8, GPU, last - Scratch.STREAMS + 2) is rooms[last - Scratch.STREAMS + 2]
+    assert scratch.room(8, GPU, 0) is not rooms[0]
+    assert len(made) == len(rooms) + 2
+
+
 def test_rooms_apart_are_given_away():
     scratch, _ = counting()
     before = scratch.room(8, GPU, 0)

@@ -37,6 +37,8 @@ ELSEWHERE = {
     **{f"{name}.check_state_dict": "what load_state_dict calls first" for name in (
         "nn.Module", "optim.Optimizer", "optim.GradScaler", "serialization.Bundle")},
     "nn.Module.check_extra_state": "what load_state_dict calls first", "nn.Module.extra_state": "a part of state_dict",
+    "optim.Optimizer.taking": "the first half of step; tests/nn/test_sgd_scaler.py",
+    "optim.Optimizer.make_step": "the second half of step; tests/nn/test_sgd_scaler.py",
     "optim.Optimizer.gradient": "what every step asks of each parameter; tests/nn/test_refusals.py",
     "optim.Optimizer.nest": "the other half of flat, for subclasses", "optim.Optimizer.zero_grad": "sets None; tests/nn/test_optim.py",
     "serialization.mapping": "a check; every load_state_dict above calls it",

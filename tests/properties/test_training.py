@@ -153,7 +153,7 @@ def test_loss_scaling(steps, first, interval, dtype, unscale):
 
 
 @examples(100)
-@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(["max", "most_recent"]), st.integers(0, 3), st.sampled_from([448.0, 57344.0]),
+@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(["max", "most_recent"]), st.integers(0, 18), st.sampled_from([448.0, 57344.0]),
        seeds, st.booleans())
 def test_delayed_scaling(length, slots, algo, margin, most, seed, callables):
     rng = np.random.default_rng(seed)
@@ -172,7 +172,7 @@ def test_delayed_scaling(length, slots, algo, margin, most, seed, callables):
         amax = np.fmax.reduce(history[:, i]) if algo == "max" else history[0, i]
         if np.isfinite(amax) and amax > 0:
             with np.errstate(over="ignore"):
-                want_scale[i] = min(np.float32(most * 2.0**-margin) / amax, np.finfo(np.float32).max)
+                want_scale[i] = np.clip(np.float32(most * 2.0**-margin) / amax, np.float32(2.0**-126), np.finfo(np.float32).max)
         want_history[:, i] = np.roll(history[:, i], -1)
         if length > 1:
             want_history[-1, i] = history[0, i]

@@ -85,8 +85,9 @@ class Quantization(Protocol):
         """Delayed scaling's update of many states at once. scales, scale_invs: float32 [n] each; histories: float32 [H, n].
 
         Per tensor: if history row 0 (the amax since the last update) is 0, nothing changes. Else amax = max over all rows, NaN ignored
-        (``most_recent``: row 0); scale = fp8_max * 2**-margin / amax if amax is finite and positive, else unchanged; FLT_MAX if that
-        is Inf; scale_inv = 1 / scale; then the rows roll by -1, row 0's amax becomes row H - 1, and row 0 becomes 0."""
+        (``most_recent``: row 0); scale = fp8_max * 2**-margin / amax, brought into ``recipe.DELAYED_SCALES`` (2^-126 for less, FLT_MAX for
+        more, Inf too), if amax is finite and positive, else unchanged; scale_inv = 1 / scale; then the rows roll by -1, row 0's amax
+        becomes row H - 1, and row 0 becomes 0."""
 
     def quantize(
         self,

@@ -11,8 +11,11 @@ import numpy as np
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.reference.cast_rows import amax_row, bits
 from fp8kit.backends.reference.threads import njit, prange
+from fp8kit.recipe import DELAYED_SCALES
 
 Array = np.ndarray[Any, Any]
+_LEAST, _MOST = map(np.float32, DELAYED_SCALES)
+
 
 def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:
     """How many tiles, down and across, cover a matrix; an empty matrix has at least one."""
@@ -75,7 +78,7 @@ def _update(scale: Array, scale_inv: Array, history: Array, scaled_max: Any, mos
     moved = history[0] != 0
     most = history[0] if most_recent else np.fmax.reduce(history, axis=0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        fresh = np.minimum(scaled_max / most, np.finfo(np.float32).max)
+        fresh = np.clip(scaled_max / most, _LEAST, _MOST)
         usable = moved & np.isfinite(most) & (most > 0)
         scale[...] = np.where(usable, fresh, scale)
         scale_inv[...] = np.where(moved, np.float32(1) / scale, scale_inv)

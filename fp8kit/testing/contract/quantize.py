@@ -156,16 +156,16 @@ def _delayed(scale: Array, inverse: Array, history: Array, fp8_max: float, margi
             continue
         amax = history[0, t] if most_recent else max([0.0, *(a for a in history[:, t] if not np.isnan(a))])
         if np.isfinite(amax) and amax > 0:
-            with np.errstate(over="ignore", divide="ignore"):
+            with np.errstate(over="ignore", under="ignore", divide="ignore"):
                 fresh = np.float32(fp8_max * 2.0**-margin) / np.float32(amax)
-            scale[t] = np.float32(_MAX) if np.isinf(fresh) else fresh
+            scale[t] = np.float32(_MAX) if np.isinf(fresh) else np.float32(2.0**-126) if fresh < 2.0**-126 else fresh
         inverse[t] = np.float32(1) / scale[t]
         history[:, t] = [0, *history[2:, t], history[0, t]] if len(history) > 1 else [0]
 
 
 def _run_delayed(kernels: Kernels, device: Device, length: int, margin: int, most_recent: bool) -> None:
     rng = np.random.default_rng(length)
-    special = np.array([0, np.nan, np.inf, 1e-42, 3.0], np.float32)
+    special = np.array([0, np.nan, np.inf, 1e-45, 1e-42, 3.0, 2.0**100, 2.0**118, _MAX], np.float32)
     sizes, maxima = (1, 7, 300), (448.0, 57344.0, 448.0)
     hosts = []
     for n in sizes:
@@ -330,7 +330,8 @@ def _cases() -> Iterator[Case]:
         for fp8_max, epsilon, for_inf in ((448.0, 0.0, _MAX), (57344.0, 1e-6, _MAX), (448.0, 0.0, 65504.0)):
             name = f"{fp8_max:g}-eps{epsilon:g}-inf{for_inf:.3g}{'-power2' if power_2 else ''}"
             yield case("scale_from_amax", name, _run_scale, fp8_max, power_2, epsilon, for_inf)
-    for length, margin, most_recent in ((1, 0, False), (4, 0, False), (16, 2, False), (4, 0, True), (1024, -1, False)):
+    for length, margin, most_recent in ((1, 0, False), (4, 0, False), (16, 2, False), (4, 0, True), (1024, -1, False), (3, 20, False),
+                                        (2, 9, True), (2, -20, True)):
         name = f"H{length}-margin{margin}{'-recent' if most_recent else ''}"
         yield case("update_delayed_", name, _run_delayed, length, margin, most_recent)
     for fmt in (E4M3, E5M2):
