@@ -7,15 +7,15 @@ Nothing keeps the arrays' memory alive: whoever calls has arrays there now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 Key = tuple[Any, ...]
 
 
 class Replays:
-    """What a plan's forward, or its backward, did, by stream and addresses: ``found.get(key)`` is None or does it again when called.
+    """What a plan's forward, or its backward, did, by stream and addresses.
 
     ``recorder``: the engine's context manager that gives what was done within as something to call, ``whole`` where that was all. An object
     of ``dispatch.kernels`` has one for kernels that are called by themselves, ``again``; none where calls cannot be recorded: on the CPU,
@@ -29,11 +29,14 @@ class Replays:
         self.recorder = recorder
         self.found: dict[Key, Callable[[], None]] = {}
 
-    @contextmanager
-    def recording(self, key: Key) -> Iterator[None]:
-        """Context manager: what is done within is what ``key`` stands for, if it can be recorded."""
+    def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
+        """``function(*arguments)``, or what it did when it was called with arguments that this key stands for."""
+        found = self.found.get(key)
+        if found is not None:
+            found()
+            return
         with self.recorder() as made:
-            yield
+            function(*arguments)
         if made.whole:
             if len(self.found) >= self.LIMIT:
                 self.found.clear()

@@ -222,12 +222,7 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
             continue
         key = ("update_delayed_", on, fp8_max, recipe.margin, most_recent,
                *[(scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there])  # fmt: skip
-        run = again.found.get(key)
-        if run is None:
-            with again.recording(key):
-                _update(kernels, there, fp8_max, recipe.margin, most_recent, on)
-        else:
-            run()
+        again.run(key, _update, kernels, there, fp8_max, recipe.margin, most_recent, on)
 
 
 def _update(kernels: Any, states: list[tuple[ArrayView, ...]], fp8_max: float, margin: int, most_recent: bool, stream: int) -> None:

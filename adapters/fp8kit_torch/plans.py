@@ -411,12 +411,7 @@ class Ready:
             return outputs, row, held
         key = (stream, at, *[t.data_ptr() for t in tensors], *[t.data_ptr() for t in outputs], *[t.data_ptr() for t in held],
                *[v.ptr for v in scales.values()], *([v.ptr for v in amaxes.values()] if amaxes else ()))  # fmt: skip
-        run = again.found.get(key)  # type: ignore[union-attr]
-        if run is None:
-            with again.recording(key):  # type: ignore[union-attr]
-                self._run_forward(tensors, scales, amaxes, outputs, block, held, stream)
-        else:
-            run()
+        again.run(key, self._run_forward, tensors, scales, amaxes, outputs, block, held, stream)  # type: ignore[union-attr]
         return outputs, row, held
 
     def _run_forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, outputs: list[Tensor], block: Block,
@@ -476,12 +471,7 @@ class Ready:
             key = (stream, at, *[t.data_ptr() for t in kept], *[t.data_ptr() for t in held], *[t.data_ptr() for t in made],
                    *[None if g is None else (g.data_ptr(), g.dtype) for g in arrived],
                    *[v.ptr for v in scales.values()], *([v.ptr for v in amaxes.values()] if amaxes else ()))  # fmt: skip
-            run = again.found.get(key)  # type: ignore[union-attr]
-            if run is None:
-                with again.recording(key):  # type: ignore[union-attr]
-                    self._run_backward(kept, held, arrived, scales, amaxes, made, into, apart, stream)
-            else:
-                run()
+            again.run(key, self._run_backward, kept, held, arrived, scales, amaxes, made, into, apart, stream)  # type: ignore[union-attr]
         return [(None if passed is None else arrived[passed]) if at is None else made[at] for at, passed in self.answers], row
 
     def _run_backward(self, kept: Sequence[Tensor], held: list[Tensor], arrived: Sequence[Tensor | None], scales: Views,

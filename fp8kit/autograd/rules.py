@@ -226,12 +226,7 @@ def apply(
     else:
         known = (stream, *[v.ptr for v in views.values() if v is not None], *[v.ptr for v in outputs.values()], first(saved),
                  first(temporaries))  # fmt: skip
-        run = again.found.get(known)
-        if run is None:
-            with again.recording(known):
-                operation.forward(plan, views, outputs, saved, temporaries, stream)
-        else:
-            run()
+        again.run(known, operation.forward, plan, views, outputs, saved, temporaries, stream)
     results = {name: Tensor(view) for name, view in outputs.items() if name not in given}
     for name, source in signature.passes.items():
         results[name] = _passed(inputs[source], views[source])
@@ -353,12 +348,7 @@ def _record(
         else:
             known = (stream, *[0 if v is None else v.ptr for v in (*kept.values(), *by_name.values())], *[v.ptr for v in grads.values()],
                      first(saved), first(temporaries))  # fmt: skip
-            run = again.found.get(known)
-            if run is None:
-                with again.recording(known):
-                    operation.backward(plan, kept, held, by_name, grads, temporaries, stream)
-            else:
-                run()
+            again.run(known, operation.backward, plan, kept, held, by_name, grads, temporaries, stream)
         if watcher is not None:
             watcher.backward(where, {}, {name: grads[name] for name in wanted if name in signature.grads})
         return [

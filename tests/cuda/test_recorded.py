@@ -1,0 +1,164 @@
+"""Recordings of calls: what is done again is what was done, byte by byte, and what cannot be done again is not recorded."""
+
+from __future__ import annotations
+
+import struct
+import types
+from typing import Any
+
+import pytest
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import cublaslt, launch, recorded
+from fp8kit.backends.cuda.cublaslt import MatmulKey
+from fp8kit.errors import BackendError
+from fp8kit.formats import bfloat16, float8_e4m3fn, float32, uint8
+from fp8kit.replays import Replays, replays
+
+from .test_gemm_plans import _Library, library  # noqa: F401  a fixture
+from .test_launch import fake
+
+KEY = MatmulKey(32, 48, 64, "nt", float8_e4m3fn, float8_e4m3fn, bfloat16, 64, 64, 48, bias=True, scaling=("tensor", "tensor"))
+
+
+@pytest.mark.parametrize(("parameters", "structure"), [("qqd", 0), ("qs", 24), ("qqs", 200), ("s", 4000)])
+def test_a_launch_again_is_the_same_launch(parameters: str, structure: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake(parameters, monkeypatch, structure)
+    numbers = [2.5 if code == "d" else 1 << (40 + i) for i, code in enumerate(parameters) if code != "s"]
+    given = (*numbers, bytes(range(250)) * 16)[: len(parameters)]
+    given = (*given[:-1], given[-1][:structure]) if structure else given
+    with recorded.recording() as made:
+        launch.launch(kernel, (3, 2), 128, given, 99, 1024)
+    other = tuple(b"\xee" * structure if code == "s" else 5 for code in parameters)
+    launch.launch(kernel, 7, 32, other, 1)  # in the same memory
+    made()
+    first, _, again = driver.launches
+    assert made.whole
+    assert again == first
+    if structure:
+        assert driver.addresses[-1] % 16 == 0
+
+
+def test_all_steps_are_done_again_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    beside: list[int] = []
+    with recorded.recording() as made:
+        launch.launch(kernel, 1, 32, (1,), 0)
+        recorded.put(0, "note", lambda: beside.append(len(driver.launches)))
+        launch.launch(kernel, 1, 32, (2,), 0)
+    made()
+    assert beside == [1, 3]
+    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == [1, 2, 1, 2]
+    launch.launch(kernel, 1, 32, (3,), 0)  # outside
+    assert len(made.steps) == 3
+
+
+def test_a_refusal_names_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    monkeypatch.setattr(launch, "error_text", lambda status: f"error {status}")
+    with recorded.recording() as made:
+        launch.launch(kernel, 1, 32, (1,), 0)
+    driver.status = 700
+    with pytest.raises(BackendError, match=r"^launch of fake: error 700$"):
+        made()
+
+
+def _raising() -> None:
+    raise RuntimeError("within")
+
+
+SPOILT = {
+    "spoil": lambda kernel: recorded.spoil(),
+    "another device": lambda kernel: recorded.put(1, "note", lambda: None),
+    "a recording within": lambda kernel: recorded.recording().__enter__(),
+    "an allocation": lambda kernel: arrays.provider(Device("cuda")).alloc(8, Device("cuda")),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_what_cannot_be_done_again_is_not_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, _ = fake("q", monkeypatch)
+    from fp8kit.backends.cuda import device
+
+    monkeypatch.setattr(device, "_calls", lambda: (None, lambda size: types.SimpleNamespace(ptr=1), None))
+    monkeypatch.setattr(device.CudaProvider, "check", lambda self, where: None)
+    with recorded.recording() as made:
+        launch.launch(kernel, 1, 32, (1,), 0)
+        assert made.whole
+        SPOILT[case](kernel)
+    assert not made.whole
+
+
+def test_an_error_within_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Replays(recorded.recording)
+    with pytest.raises(RuntimeError, match="within"):
+        known.run((1,), _raising)
+    assert not known.found
+    assert launch.here.recording is None
+
+
+def test_a_product_again_has_its_own_addresses(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(launch, "launcher", lambda: (None, None))
+    destroyed: list[int] = []
+    library.matmul_desc_destroy = destroyed.append  # type: ignore[attr-defined]
+    plan = cublaslt.Plan(KEY, 0)
+    with recorded.recording() as made:
+        plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
+        own = library.attributes[-10:]
+    plan.run(1, 2, 3, 4, 5, 6, 7, 8, 9)  # the plan's descriptor has other scales now
+    plan.choose(2)
+    made()
+    first, _, again = library.products
+    assert {(17, 22), (18, 11), (8, 33)} <= set(own)
+    assert again[:8] == first[:8]
+    assert again[8] == 5000 + 2 * 96  # the plan's algorithm, whenever that was found
+    assert again[9:] == first[9:]
+    del made
+    assert len(destroyed) == 1
+
+
+def test_a_product_whose_algorithm_is_not_settled_is_not_recorded(library: _Library) -> None:  # noqa: F811
+    plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
+    with recorded.recording() as made:
+        plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
+    assert not made.whole
+
+
+def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    known, done = Replays(recorded.recording), []
+
+    def work(number: int) -> None:
+        done.append(number)
+        launch.launch(kernel, 1, 32, (number,), 0)
+
+    for number in (1, 2, 1, 2):
+        known.run((number,), work, number)
+    assert done == [1, 2]
+    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == [1, 2, 1, 2]
+    for number in range(Replays.LIMIT + 1):
+        known.run((number,), work, number)
+    assert 0 < len(known.found) <= Replays.LIMIT
+
+
+def test_only_the_engines_own_kernels_are_recorded() -> None:
+    assert replays(dispatch.kernels(arrays.CPU)) is None
+    assert replays(types.SimpleNamespace(**vars(dispatch.kernels(arrays.CPU)))) is None
+
+
+@pytest.mark.gpu
+def test_an_override_is_never_passed_over() -> None:
+    import fp8kit as fk
+
+    device, seen = Device("cuda"), []
+    assert replays(dispatch.kernels(device)) is not None
+
+    def ours(x: Any, amax: Any, tile: Any, stream: int) -> None:
+        seen.append(x)
+
+    with fk.override("amax", ours):
+        assert replays(dispatch.kernels(device)) is None
+    view = arrays.zeros((8,), uint8, device)
+    assert isinstance(view, ArrayView)
