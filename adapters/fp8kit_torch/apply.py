@@ -129,13 +129,14 @@ class Prepared(NamedTuple):
         return dict(zip(ready.names, outputs, strict=True))
 
 
-def prepare(what: Call, tensors: Sequence[Tensor]) -> Prepared:
-    """An eager call, before it runs. Raises what ``infer`` raises, and BackendError for tensors on different devices."""
+def prepare(what: Call, tensors: Sequence[Tensor], alike: bool = False) -> Prepared:
+    """An eager call, before it runs. Raises what ``infer`` raises, BackendError for tensors on different devices, and, with ``alike``,
+    FormatError for one of another dtype than x."""
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         needs = tuple([name for name, t in zip(what.names, tensors, strict=True) if t.requires_grad])
     tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    return Prepared(what.ready(tensors, needs), tensors, bool(needs))
+    return Prepared(what.ready(tensors, needs, alike), tensors, bool(needs))
 
 
 def apply(what: Call, tensors: Sequence[Tensor], wiring: Wiring = NO_STATE, fused: Fused | None = None) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ class FP8GlobalStateManager(metaclass=_Names):
         _thread.stack.clear()
         _thread.active = 0
         touched, _thread.touched = _thread.touched, {}
-        for states in touched.values():
+        for _, states in touched.values():
             ScalingState.discard_forward(list(states.values()))  # type: ignore[arg-type]
         _asked.outermost = None
 

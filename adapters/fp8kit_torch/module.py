@@ -168,7 +168,7 @@ class TransformerEngineBaseModule(StatefulModule):
             outputs = self._run_special(tensors, state, first, bias, options, fused, weights, codes, kept, training, fp8_grad)
         else:
             what = self._call(self._fp8_of(recipe), False, bias, options, tensors, delayed, fused)
-            prepared = prepare(what, list(tensors.values()))  # refuses before the state is touched
+            prepared = prepare(what, list(tensors.values()), True)  # refuses before the state is touched
             wiring = self.wiring(recipe, training, record, None) if delayed else NO_STATE
             if not idle:
                 recompute.keep(self, self.fp8_meta["scaling_fwd"].scale if delayed else None)

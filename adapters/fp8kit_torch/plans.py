@@ -46,6 +46,7 @@ _ARGUMENTS = {"attention": _LAYERS, "cached_attention": _LAYERS, "linear": _PARA
 _OUTPUTS = {"attention": ("o",), "cross_entropy": ("loss",)}  # of operations that have another than "y"
 Views = dict[str, ArrayView]
 Make = Callable[[Meta], ArrayView]
+_KINDS = ("cpu", "cuda")
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
 _SCALAR = Meta((1,), float32)
@@ -183,14 +184,16 @@ class Call:
         further = {"normed": "return_norm", "residual": "residual"}
         return ("y", *(name for name, flag in further.items() if getattr(self.spec, flag, False)))
 
-    def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...]) -> Ready:
+    def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...], alike: bool = False) -> Ready:
         """The plan for these tensors; made once for their shapes and dtypes and the policy in force. Raises what ``infer`` raises, and
         BackendError when tensors live on different devices."""
         policy, device = self.policy, tensors[0].device
+        if device.type not in _KINDS:
+            self._want_one_device(tensors)
         kernels = dispatch.kernels(_place(device)) if policy is None else self._kernels(_place(device))
         found = self.plans.get((needs, id(kernels), *[(t.shape, t.dtype, t.device) for t in tensors]))
         if found is None:
-            if self.gemms:
+            if alike:
                 want_alike(self.operation.name, dict(zip(self.names, tensors, strict=True)))
             self._want_one_device(tensors)
             found = self.ready_for([t.shape for t in tensors], [t.dtype for t in tensors], needs, device)
@@ -292,7 +295,7 @@ def policy_now() -> SelectionPolicy:
 
 @lru_cache(maxsize=64)
 def _place(device: torch.device) -> Device:
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in _KINDS:
         raise FormatError(expected("fp8kit_torch", "tensor", f"device {device}", "cpu or cuda"))
     return Device(device.type, device.index or 0)
 
