@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, warmup
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, said, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end has nowhere else to go
         return UNREAD
     except Fp8kitError as error:
-        print(f"fp8kit {options.command}: {error}", file=sys.stderr)
+        print(said(options.command, error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"\nfp8kit {options.command}: interrupted", file=sys.stderr)

@@ -88,7 +88,8 @@ def test_info_reads_words_together_or_apart(capsys):
 
 REFUSED = {
     "heads": "'heads': got no =, expected key=value",
-    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim,",
+    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, sequence_kv, batch, dtype, mask, "
+              "window, bottom_right, bias, softmax, dropout, layout; did you mean heads?",
     "heads=8 heads=4": "heads: got two values, expected one",
     "heads=many": "heads: got 'many', expected a positive number",
     "groups=0": "groups: got '0', expected a positive number below 2^31, a divisor of heads",
@@ -113,7 +114,7 @@ REFUSED = {
 def test_info_refuses_what_it_cannot_read(asked, capsys):
     assert cli.main(["info", "--attention", asked]) == 1
     said = capsys.readouterr()
-    assert f": fp8kit info --attention: {REFUSED[asked]}" in said.err
+    assert said.err.startswith(f"fp8kit info --attention: {REFUSED[asked]}")
     assert said.err.count("\n") == 1
     assert not said.out
 
@@ -158,7 +159,7 @@ def test_demo_fails_when_a_bound_fails(tmp_path, capsys):
 def test_errors_are_one_line(capsys):
     assert cli.main(["train", "--preset", "tiny", "--device", "moon"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("fp8kit train: device: --device: got 'moon'")
+    assert said.startswith("fp8kit train: --device: got 'moon'")
     assert said.count("\n") == 1
 
 
@@ -240,9 +241,21 @@ def test_warmup_says_what_it_compiled(monkeypatch, tmp_path, capsys):
     """One small source stands for all of them; the second time it is in the cache."""
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys.modules["fp8kit.warmup"], "variants", lambda *given: [("scales.cu", {"STATES": "8"})])
-    for said in ("1 variants compiled", "0 variants compiled in"):
+    for said, more in (("1 variants compiled", "compiled scales.cu STATES=8, "), ("0 variants compiled in", "1 variants for sm_90a, ")):
         assert cli.main(["warmup", "--preset", "tiny", "--arch", "sm_90a"]) == 0
-        assert said in capsys.readouterr().out
+        printed = capsys.readouterr()
+        assert said in printed.out
+        assert f"fp8kit warmup: {more}" in printed.err
+
+
+def test_warmup_on_a_cpu_says_what_it_is_at(capsys):
+    assert cli.main(["warmup", "--preset", "tiny", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert lines[0].startswith("fp8kit warmup: on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's")
+    assert lines[1] == "fp8kit warmup: two steps on cpu: a layer of 32/128/2, bfloat16, delayed(HYBRID, h1024, max), 32 x 4 tokens"
+    assert [line.partition(", ")[0] for line in lines[2:]] == [f"fp8kit warmup: step {n}: forward done" for n in (1, 2)]
+    assert said.out.startswith("two steps of the layer: ")
 
 
 @pytest.mark.gpu
@@ -263,7 +276,21 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
     (["bench", "--layer", "1,2,1,4,1"], "--layer: got"), (["bench", "--memory", "--layer", "a"], "--layer: got 'a'"),
     (["demo", "--device", "cpu:7"], "--device: cpu is not usable"), (["train", "--preset", "x"], "argument --preset: invalid choice: 'x'"),
     (["warmup", "--threads", "x"], "argument --threads"), (["nothing"], "argument command"), (["plugins", "explain", "foo"], "got 'foo'"),
-    (["kernels", "foo"], "argument ACTION"), ([], "required: command"),
+    (["kernels", "foo"], "argument ACTION"), ([], "required: command"), (["train"], "required: --preset"),
+    (["demo", "--preset", "demo-cup"], "; did you mean demo-cpu; fp8kit demo --help says more"),
+    (["train", "--preset", "tiny", "--device", "gpu"], "fp8kit train: --device: got 'gpu'"),
+    (["warmup", "--layer", "1,2"], "fp8kit warmup: --layer: got '1,2', expected 3 positive numbers"),
+    (["warmup", "--activation", "gell"], "fp8kit warmup: activation: got 'gell', expected one of gelu,"),
+    (["warmup", "--activation", "gell"], "; did you mean gelu?"),
+    (["warmup", "--arch", "foo"], "fp8kit warmup: arch: got 'foo', expected one of sm_89, sm_90a,"),
+    (["kernels", "compile", "rope", "--arch", "foo"], "fp8kit kernels: --arch: got 'foo', expected one of sm_89, sm_90a,"),
+    (["kernels", "show", "rope", "--ptx", "--arch", "sm_1"], "fp8kit kernels: --arch: got 'sm_1', expected one of sm_89, sm_90a,"),
+    (["kernels", "show", "rope", "--variant", "T=f16"], "fp8kit kernels: --variant: got 'T=f16', expected --ptx or --sass beside it"),
+    (["kernels", "bench", "add", "--device", "gpu"], "fp8kit kernels: --device: got 'gpu'"),
+    (["plugins", "explain", "gem"], "fp8kit plugins: kernel: got 'gem', expected a kernel of"),
+    (["plugins", "explain", "gem"], "; did you mean gemm?"),
+    (["plugins", "check", "referenc"], "fp8kit plugins: name: got 'referenc', expected an implementation's id"),
+    (["plugins", "check", "referenc"], "; did you mean reference?"),
 ])
 def test_bad_arguments_are_one_line_each(arguments, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
