@@ -88,8 +88,8 @@ def test_info_reads_words_together_or_apart(capsys):
 
 REFUSED = {
     "heads": "'heads': got no =, expected key=value",
-    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, sequence_kv, batch, dtype, mask, "
-              "window, bottom_right, bias, softmax, dropout, layout; did you mean heads?",
+    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, sequence_kv, batch, dtype, "
+              "mask, window, bottom_right, bias, softmax, dropout, layout; did you mean heads?",
     "heads=8 heads=4": "heads: got two values, expected one",
     "heads=many": "heads: got 'many', expected a positive number",
     "groups=0": "groups: got '0', expected a positive number below 2^31, a divisor of heads",
@@ -206,8 +206,13 @@ def test_bench_measures_and_checks(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "WRONG" not in said
     assert "quantize, ml_dtypes" in said
+    assert said.startswith("fp8kit 0.")
+    assert "\nsmall sizes: " in said
+    assert "gpu_ms" not in said
+    assert said.splitlines()[-2:] == [str(tmp_path / "plots/roofline.png"), str(file)]
     written = report.read(file)
     assert written.about["versions"] == report.versions()
+    assert written.about["settings"]["layers"]["layer 64"] == "hidden 64, ffn 128, heads 2, 32 x 2 tokens"
     rows = written.rows("casts")
     assert len(rows) == 8
     assert all(np.isfinite(row["value"]) and row["value"] > 0 for row in rows)
@@ -227,6 +232,12 @@ def test_bench_reports_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(parts, "NATIVE", (wrong,))
     assert cli.main(["bench", "--device", "cpu", "--minutes", "5"]) == 1
     assert capsys.readouterr().err == "fp8kit bench: FAILED: wrong: w: c: WRONG: by design\n"
+
+
+def test_a_bench_that_measures_nothing_fails(capsys):
+    for part in ("start", "casts"):
+        assert cli.main(["bench", part, "--device", "cpu", "--minutes", "1e-9"]) == 1
+        assert capsys.readouterr().err == "fp8kit bench: FAILED: nothing was measured: there was no time\n"
 
 
 @pytest.mark.parametrize("arguments", [["bench", "tea"], ["bench", "--memory", "--layer", "3,4"], ["warmup", "--layer", "0,1,2"]])
@@ -273,6 +284,9 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["bench", "--memory", "--json", "."], "--json: got"), (["bench", "--minutes", "-1"], "--minutes: got -1.0"),
+    (["bench", "casts", "--minutes", "0"], "fp8kit bench: --minutes: got 0.0, expected a finite number and > 0"),
+    (["bench", "cast", "--device", "cpu"], "fp8kit bench: part: got cast, expected some of casts, training, layer"),
+    (["bench", "cast", "--device", "cpu"], "; did you mean casts?"),
     (["bench", "--layer", "1,2,1,4,1"], "--layer: got"), (["bench", "--memory", "--layer", "a"], "--layer: got 'a'"),
     (["demo", "--device", "cpu:7"], "--device: cpu is not usable"), (["train", "--preset", "x"], "argument --preset: invalid choice: 'x'"),
     (["warmup", "--threads", "x"], "argument --threads"), (["nothing"], "argument command"), (["plugins", "explain", "foo"], "got 'foo'"),

@@ -46,7 +46,7 @@ def writable(argument: str, path: Path) -> None:
         raise Fp8kitError(expected("results", argument, path, wanted)) from None
 
 
-def said(command: str, error: Fp8kitError) -> str:
+def said(command: str, error: Exception) -> str:
     """A refusal as ``command`` says it: which operation refused is left out where that is the command, or an option of its own is named."""
     text = str(error)
     operation, _, rest = text.partition(": ")

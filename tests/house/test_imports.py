@@ -184,8 +184,8 @@ WANTED = {
     ("jax", "runpy.run_path('examples/18_jax_training.py')"): JAX.format("jax"),
     ("flax", "import fp8kit_jax.flax"): FLAX.format("flax"), ("flax", "import fp8kit_jax; fp8kit_jax.nnx"): FLAX.format("nnx"),
     ("cupy", "from fp8kit.backends.cuda.device import cupy; cupy()"):
-        "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); install it, in a checkout of fp8kit, with: "
-        "pip install '.[cuda13]'",
+        "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); install it, in a checkout of fp8kit, "
+        "with: pip install '.[cuda13]'",
 }  # fmt: skip
 REFUSED = """
 import runpy, sys
