@@ -145,8 +145,20 @@ def test_module_runs_like_the_command():
 
 def test_train_writes_a_checkpoint(tmp_path, capsys):
     assert cli.main(["train", "--preset", "tiny", "--steps", "3", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert "nats/byte" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("tiny on cpu, FP8 beside float32: 2 layers of 32, 3 steps of 256 bytes, seed 0\ntext: the Python standard lib")
+    assert "nats/byte" in said
+    assert "replaces" not in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.csv", "model.safetensors", "scales.csv", "training.safetensors"]
+    again = ["train", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]
+    assert cli.main([*again, "--steps", "5", "--resume"]) == 1
+    assert capsys.readouterr().err == (
+        f"fp8kit train: resume: {tmp_path / 'training.safetensors'} is of another training: steps: 3 in the file, 5 here; "
+        "the same options continue it, another folder starts anew\n")  # fmt: skip
+    assert cli.main([*again, "--steps", "2", "--precision", "high"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "tiny on cpu, float32: 2 layers of 32, 2 steps of 256 bytes, seed 0"
+    assert said[2] == f"replaces loss.csv, model.safetensors, training.safetensors in {tmp_path}/"
 
 
 def test_demo_fails_when_a_bound_fails(tmp_path, capsys):

@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
     action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
     check = action("check", f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}", _check, "name")
     check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
-    bench = action("bench", "time, and the share of the speed of a copy of the same bytes", _bench, "name")
+    bench = action("bench", "time, and the share of a copy's speed; of products and attention GFLOP/s", _bench, "name")
     for each in (check, bench):
         each.add_argument("--device", metavar="NAME", help="cpu or cuda:N (cuda where usable, else cpu)")
     bench.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the arrays")

@@ -81,7 +81,7 @@ def test_tables_line_up():
 
 # figures -> how the table's head and its row end
 PRINTED = {
-    (("peak_gib", 0.0123), ("tbps", 0.0005)): ("   peak_mib      gbps", "    12.595     0.500"),
+    (("peak_gib", 0.0123), ("tbps", 0.0005)): ("   peak_mib      gbps", "     12.595     0.500"),
     (("peak_gib", 1.5), ("tbps", 2.25)): ("  peak_gib    tbps", "     1.500   2.250"),
     (("mib", 0.0),): ("        kib", "      0.000"),
     (("check", "bits"), ("detail", "bfloat16[2]")): ("  check  detail", "  bits   bfloat16[2]"),

@@ -163,6 +163,10 @@ def test_every_operation_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         found = timing.measure(operation, arrays.CPU, (33, 128), formats.bfloat16)
         assert found.seconds > 0, operation
         assert found.share == found.ceiling / found.seconds
+        products = operation.endswith("gemm") or operation.startswith("attention")
+        assert ("GFLOP/s" in str(found), "of the speed of a copy" in str(found)) == (products, not products)
+    assert timing.measure("fp8_gemm", arrays.CPU, (33, 128), formats.bfloat16).flops == 2 * 33 * 128 * 128
+    assert timing.measure("attention_fwd", arrays.CPU, (32, 128), formats.bfloat16).flops == 2 * 2 * 32 * 32 * 128 / 2
     # x read, codes written twice, scale read; scale_inv and amax written, the amax read before
     assert timing.measure("quantize_transpose", arrays.CPU, (32, 128), formats.bfloat16).nbytes == 32 * 128 * 4 + 4 * 4
 
