@@ -32,19 +32,27 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; the exit status is 1 where a part failed or a result is wrong."""
-    if options.out is not None:
-        folder(options.out)
-    if options.json is not None:
-        writable("--json", options.json)
     if options.minutes is not None:
         number("bench", "--minutes", options.minutes, above=0.0)
     if options.layer is not None and not options.memory:
         raise Fp8kitError(expected("bench", "--layer", repr(options.layer), "none without --memory"))
+    beside = {"part": " ".join(options.parts), "--minutes": options.minutes, "--out": options.out}
+    for name, given in beside.items():
+        if options.memory and given:
+            raise Fp8kitError(expected("bench", name, given, "none beside --memory"))
     from fp8kit.bench import report as reports
     from fp8kit.bench.parts import NATIVE
     from fp8kit.bench.sizes import Layer
 
+    unknown = sorted(set(options.parts) - {part.name for part in NATIVE})
+    if unknown:
+        names = [part.name for part in NATIVE]
+        raise Fp8kitError(expected("bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"))
     device = device_of(options)
+    if options.out is not None:
+        folder(options.out)
+    if options.json is not None:
+        writable("--json", options.json)
     setting = reports.setting_for(device, out=options.out)
     if options.memory:
         from fp8kit.bench.memory import ledger
@@ -56,11 +64,8 @@ def run(options: argparse.Namespace) -> int:
         print(reports.text("memory", report.parts["memory"]))
         if options.json is not None:
             report.write(options.json)
+            print(options.json)
         return 0
-    unknown = sorted(set(options.parts) - {part.name for part in NATIVE})
-    if unknown:
-        names = [part.name for part in NATIVE]
-        raise Fp8kitError(expected("bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"))
     chosen = [part for part in NATIVE if part.name in options.parts or not options.parts]
     if options.minutes is not None:
         setting = reports.setting_for(device, out=options.out, deadline=time.monotonic() + 60 * options.minutes)
