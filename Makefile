@@ -3,7 +3,7 @@
 #   make test       ruff, mypy and every test that needs no GPU
 #   make test-gpu   the tests that need a GPU
 #   make test-gpu2  the tests that need two GPUs
-#   make bench      times, with a check of each result                                     (runs/bench.json)
+#   make bench      times of the library, its results checked                              (runs/bench.json)
 #   make info       devices, versions, and what runs or is missing
 #   make clean      remove .venv, runs and caches
 

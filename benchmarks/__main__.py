@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import table
+from fp8kit.arguments import number
 from fp8kit.bench import report as reports
 from fp8kit.bench.report import Report, Row, Setting
+from fp8kit.commands import device_of, said
+from fp8kit.errors import Fp8kitError, meant
 
 FILE = "benchmarks.json"
 PART_SECONDS = 600.0  # that an isolated part may take
@@ -49,15 +52,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.table:
         return show_table(options.update)
+    try:
+        return measure(options)
+    except (Fp8kitError, ImportError) as error:  # what is missing, or an argument that is none, is one line
+        print(said("benchmarks", error).replace("fp8kit benchmarks", "python -m benchmarks"), file=sys.stderr)
+        return 1
+
+
+def measure(options: argparse.Namespace) -> int:
+    """List or run the parts."""
     from benchmarks.parts import PARTS
 
     if options.list:
         print("\n".join(f"{part.name:12}{part.about}{'' if part.usual else ' (only where it is named)'}" for part in PARTS))
         return 0
-    unknown = sorted(set(options.parts) - {part.name for part in PARTS})
+    names = [part.name for part in PARTS]
+    unknown = sorted(set(options.parts) - set(names))
     if unknown:
-        print(f"python -m benchmarks: no such part: {', '.join(unknown)}; --list names them", file=sys.stderr)
+        hint = meant(unknown[0], names)
+        print(f"python -m benchmarks: no such part: {', '.join(unknown)}; --list names them{hint}", file=sys.stderr)
         return 2
+    if options.minutes is not None:
+        number("benchmarks", "--minutes", options.minutes, above=0.0)
     chosen = [part for part in PARTS if part.name in options.parts or (part.usual and not options.parts)]
     options.out.mkdir(parents=True, exist_ok=True)
     setting = setting_of(options)
@@ -67,14 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def setting_of(options: argparse.Namespace) -> Setting:
     """How the run is made."""
-    from fp8kit.commands import device_of
-
     given: dict[str, Any] = {"out": options.out}
     if options.rounds is not None:
         given["rounds"] = options.rounds
     if options.minutes is not None:
         given["deadline"] = time.monotonic() + 60 * options.minutes
-    return reports.setting_for(device_of(options), **given)
+    return reports.setting_for(device_of(argparse.Namespace(command="benchmarks", device=options.device)), **given)
 
 
 def peers() -> dict[str, str]:
@@ -110,7 +124,8 @@ def isolated(parts: Sequence[reports.Part], setting: Setting, options: argparse.
         start, said = time.perf_counter(), "it cannot be started"
         limit = min(PART_SECONDS, setting.left())
         try:
-            done = subprocess.run([*order, "--minutes", f"{limit / 60:.3f}"], capture_output=True, text=True, timeout=limit + 30)
+            order += ["--minutes", f"{max(limit / 60, 0.001):.3f}"]
+            done = subprocess.run(order, capture_output=True, text=True, timeout=limit + 30)
             said = f"{done.returncode}: {' '.join(done.stderr.split())[-300:]}"
             found = reports.read(folder / FILE)
             return found.parts[part.name], found.about
@@ -120,7 +135,9 @@ def isolated(parts: Sequence[reports.Part], setting: Setting, options: argparse.
             status = f"failed: the process ended with {said}"
         return {"status": status, "seconds": time.perf_counter() - start, "rows": []}, {}
 
-    whole = Report({"parts apart": True, "versions": reports.versions() | peers(), "machine": reports.machine(setting.device)})
+    about = reports.about_of(setting)
+    whole = Report(about | {"parts apart": True, "versions": about["versions"] | peers()})
+    say(reports.head(whole.about))
     clocks: list[Any] = []
     for part in parts:
         if setting.left() <= 0:
@@ -142,10 +159,10 @@ def finish(report: Report, out: Path) -> int:
 
     report.targets = targets.evaluate(report)
     report.write(out / FILE)
-    print(targets.text(report.targets))
+    print(targets.text(report.targets, report.parts))
     for path in draw(report, out):
         print(path)
-    failures = report.failures(ours)
+    failures = report.failures(ours) or ([] if report.measured() else ["nothing was measured: there was no time"])
     for failure in failures:
         print(f"python -m benchmarks: FAILED: {failure}", file=sys.stderr)
     return int(bool(failures))

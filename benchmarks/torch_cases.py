@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.targets import COMPILED, CUDNN, EAGER, GRAPH
 from benchmarks.torch_plain import plain
 from fp8kit.arrays import Device
 from fp8kit.bench.breakeven import native_door
 from fp8kit.bench.memory import Peak, pool_growth
 from fp8kit.bench.problem import RECIPES, Contender, Modules, Problem, Results, Running, native
 from fp8kit.bench.report import Unavailable
+from fp8kit.bench.sizes import SIZES
 from fp8kit.recipe import Recipe
 
 Scope = Callable[[], AbstractContextManager[Any]]
-EAGER, CUDNN, COMPILED, GRAPH = "torch eager bf16", "torch eager bf16, cuDNN attention", "torch.compile bf16", "torch eager bf16, graph"
+# of the parts' workloads: the largest layers, and those that are captured too
+LARGEST = {next(iter(sizes.layers)) for sizes in SIZES.values()}
+GRAPHED = {name for sizes in SIZES.values() for name in list(sizes.layers)[2:]}
 # name of a distribution -> names under which it is published
 PEERS = {"transformer_engine": ("transformer-engine", "transformer_engine", "transformer_engine_torch"), "torchao": ("torchao",)}
 
@@ -224,7 +228,7 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
     """Name -> contender, what others are compared with first. The largest layer has all of them, the host's test the fewest."""
     free()
     gpu, layer = problem.device.kind == "cuda", problem.kind == "TransformerLayer"
-    large = workload == "layer 4096"
+    large = workload in LARGEST
     chosen = [name for name in RECIPES if large or workload in ("mlp", "linear") or name in ("bf16", "FP8 delayed", "FP8 current")]
     found: dict[str, Contender] = {EAGER: eager}
     if layer and gpu:
@@ -234,7 +238,7 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
     for name in chosen:
         found[f"fp8kit_torch {name}"] = lambda p, recipe=RECIPES[name]: fp8kit_torch(p, recipe)
         found[f"fp8kit native {name}"] = lambda p, recipe=RECIPES[name]: native(p, recipe)
-    if gpu and workload in ("layer 1024", "layer 768"):
+    if gpu and workload in GRAPHED:
         found |= {GRAPH: lambda p: eager(p, captured=True),
                   "fp8kit native FP8 delayed, graph": lambda p: native(p, RECIPES["FP8 delayed"], graph=True),
                   "fp8kit_torch FP8 delayed, graph": lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph=True)}  # fmt: skip

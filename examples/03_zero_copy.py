@@ -1,8 +1,8 @@
 """Arrays of other libraries, without a copy.
 
 Shows: anything with ``__dlpack__`` goes in and out by its address: what one library writes, the other reads; results come back in the
-library of the input; FP8 codes cross as native float8 where the other side has it. Needs: a CPU and PyTorch; where there is a GPU and CuPy,
-the same is shown with a CuPy array.
+library of the input; FP8 codes cross as native float8 where the other side has it. Needs: a CPU and PyTorch (extra torch);
+where there is a GPU and CuPy, the same is shown with a CuPy array.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """PyTorch: one transformer layer in five steps, from plain modules to FP8.
 
 Shows: what each step takes over (products and norms, then fused pairs of them, then the whole layer, then FP8), that all compute the same,
-and how long forward and backward take. Needs: PyTorch and a CPU; with CUDA it runs on the GPU in bfloat16. Arguments: hidden size, length.
+and how long forward and backward take. Needs: PyTorch (extra torch), a CPU or a GPU (bfloat16). Arguments: hidden size, length.
 """
 
 import sys

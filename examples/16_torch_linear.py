@@ -1,7 +1,8 @@
 """PyTorch: ``te.Linear`` under ``te.autocast`` with delayed scaling, E4M3 for everything.
 
 Shows: Transformer Engine's first example under its names; scales that follow the data from the second step on, and what they cost in
-accuracy; that the module's FP8 state goes through ``state_dict``. Needs: PyTorch and a CPU; on a machine with CUDA it runs on the GPU.
+accuracy; that the module's FP8 state goes through ``state_dict``. Needs: PyTorch (extra torch), a CPU; with CUDA it
+runs on the GPU.
 """
 
 import fp8kit_torch as te

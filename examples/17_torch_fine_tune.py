@@ -2,8 +2,8 @@
 
 Shows: ``te.convert`` puts FP8 layers round a model's own parameters, so that its optimiser, its checkpoints and its code stay as they are;
 the training loop differs by one ``with``; ``te.revert`` gives the plain model back. The model is made from a configuration, small and
-untrained; ``from_pretrained("gpt2")`` goes the same way. Needs: PyTorch, transformers and a CPU; with CUDA it runs on the GPU. Argument:
-steps.
+untrained; ``from_pretrained("gpt2")`` goes the same way. Needs: PyTorch, transformers (extra test), a CPU; with CUDA
+it runs on the GPU. Argument: steps.
 """
 
 import sys

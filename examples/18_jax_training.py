@@ -1,7 +1,7 @@
 """FP8 training inside ``jax.jit``: a byte-level GPT of plain functions, with optax.
 
 Shows: the FP8 state is a value like the parameters; its gradient *is* its next value, so one ``jax.value_and_grad`` gives a whole step, and
-the step gives its memory on (``donate_argnums``). Needs: JAX and optax; a CPU (about 20 seconds), or a GPU that JAX sees.
+the step gives its memory on (``donate_argnums``). Needs: JAX and optax (extra test); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """FP8 training of Flax modules: Transformer Engine's names, one loop.
 
 Shows: a Flax model whose layers are ``fp8kit_jax.flax.TransformerLayer``; FP8 is on where ``autocast`` is, the FP8 state lies in the
-collection ``fp8_metas`` and is handed on by ``update_collections``; evaluation in the same precision. Needs: JAX, Flax and optax; a CPU
-(about 20 seconds), or a GPU that JAX sees.
+collection ``fp8_metas`` and is handed on by ``update_collections``; evaluation in the same precision. Needs: JAX, Flax, optax (extra
+test); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
 import sys

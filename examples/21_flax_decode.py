@@ -2,7 +2,7 @@
 
 Shows: ``decode=True`` keeps the keys and values of all bytes so far in the collection ``cache``, so that each call computes one byte alone;
 the logits are those of the whole text at once, here in FP8 too: blocks of 128 features of one byte have a scale of their own.
-Needs: JAX and Flax; a CPU (a few seconds), or a GPU that JAX sees.
+Needs: JAX and Flax (extra flax); a CPU (a few seconds), or a GPU that JAX sees.
 """
 
 import sys

@@ -93,7 +93,9 @@ __all__ = sorted([*_PUBLIC, "__version__", "autocast", "warmup"])
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
     if module is None:
-        raise AttributeError(f"module 'fp8kit' has no attribute {name!r}")
+        from fp8kit.errors import meant
+
+        raise AttributeError(f"module 'fp8kit' has no attribute {name!r}{meant(name, __all__)}", name=name)
     found = importlib.import_module(f"fp8kit.{module or name}")
     value = getattr(found, name) if module else found
     globals()[name] = value

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, CheckpointError, Fp8kitError, expected, meant
 
 _NO_NUMBER = bool | np.timedelta64  # though Python and NumPy count them among the ints
 
@@ -54,7 +54,7 @@ def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: 
     """One of some words."""
     words = tuple(options)
     if not isinstance(value, str) or value not in words:
-        raise kind(expected(operation, name, shown(value), f"one of {', '.join(words)}"))
+        raise kind(expected(operation, name, shown(value), f"one of {', '.join(words)}{meant(value, words)}"))
     return value
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fp8kit import arrays, formats
 from fp8kit.arrays import Device, Shape
 from fp8kit.backends import dispatch
-from fp8kit.errors import ArgumentError, BackendError, ShapeError, expected
+from fp8kit.errors import ArgumentError, BackendError, ShapeError, expected, meant
 from fp8kit.formats import DType
 from fp8kit.ops.attention import LAYOUTS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
@@ -115,7 +115,7 @@ def question(text: str = "") -> Question:
         if not equals:
             raise ArgumentError(expected(_OP, repr(word), "no =", "key=value, such as heads=32"))
         if name not in KEYS:
-            raise ArgumentError(expected(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS))))
+            raise ArgumentError(expected(_OP, repr(word), f"the key {name!r}", _names(tuple(KEYS)) + meant(name, KEYS)))
         if name in given:
             raise ArgumentError(expected(_OP, name, "two values", "one"))
         given[name] = value

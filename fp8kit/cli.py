@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, warmup
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, said, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end has nowhere else to go
         return UNREAD
     except Fp8kitError as error:
-        print(f"fp8kit {options.command}: {error}", file=sys.stderr)
+        print(said(options.command, error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"\nfp8kit {options.command}: interrupted", file=sys.stderr)
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the results (%(default)s)")
     demo.set_defaults(run=_demo)
 
-    train = command("train", "train one GPT and save it", f"Sizes: {sizes}.")
+    train = command("train", "train one GPT and save it", f"Sizes: {sizes}. Results of an earlier run in the same folder are replaced.")
     train.add_argument("--preset", choices=PRESETS, required=True, help="size")
     train.add_argument("--precision", choices=("high", "fp8"), default="fp8",
                        help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)")
@@ -89,11 +89,19 @@ def _positive(value: str) -> int:
     return int(value)
 
 
+def _replaces(out: Path, *names: str) -> None:
+    """Say which results of an earlier run give way."""
+    there = [name for name in names if (out / name).exists()]
+    if there:
+        print(f"replaces {', '.join(there)} in {out}/")
+
+
 def _demo(options: argparse.Namespace) -> int:
-    from fp8kit.models.demo import run_demo
+    from fp8kit.models.demo import RESULTS, run_demo
 
     device, out = device_of(options), folder(options.out)
     size = preset(options.preset or ("demo-cpu" if device.kind == "cpu" else "demo-gpu"))
+    _replaces(out, *RESULTS)
     verdict = run_demo(size, out, device, options.steps, options.seed)
     print(f"\nresults are in {out}/")
     for failure in verdict.failures:
@@ -112,10 +120,16 @@ def _train(options: argparse.Namespace) -> int:
     recipe = fp8_recipe(size) if options.precision == "fp8" else None
     corpus = text.standard_library()
     keep, resume = out / "training.safetensors", options.resume
+    precision = high_precision(device).name
+    print(f"{size.name} on {device}, {f'FP8 beside {precision}' if recipe else precision}: {size.layers} layers of {size.hidden}, "
+          f"{size.steps} steps of {size.tokens:,} bytes, seed {options.seed}\n{corpus}")  # fmt: skip
     if resume and not keep.exists():  # stopped before its first save: the same command, again and again, ends with the run
         print(f"fp8kit train: there is no {keep} yet: from the start", file=sys.stderr)
         resume = False
-    run = train(size, corpus, recipe, "FP8" if recipe else high_precision(device).name, device, options.seed,
+    if not resume:
+        _replaces(out, "loss.csv", "model.safetensors", "training.safetensors", *(["scales.csv"] if recipe else []))
+    sys.stdout.flush()
+    run = train(size, corpus, recipe, "FP8" if recipe else precision, device, options.seed,
                 keep=keep, save_every=options.save_every, resume=resume)
     write_losses(out / "loss.csv", {run.label: run.losses})
     if recipe:

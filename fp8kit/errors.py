@@ -6,7 +6,9 @@ wording is the same everywhere. Each class is also the built-in kind a caller wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import importlib.util
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -49,6 +51,25 @@ class NonFiniteError(Fp8kitError, ArithmeticError):
 def expected(operation: str, argument: str, got: object, wanted: str) -> str:
     """The one sentence of a refusal: ``linear: x: got shape (3, 5), expected (tokens, 4)``."""
     return f"{operation}: {argument}: got {got}, expected {wanted}"
+
+
+def meant(name: object, known: Iterable[str], most: int = 1) -> str:
+    """What a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the ``known``: ``; did you mean gemm?``.
+    Nothing where none is like it."""
+    near = difflib.get_close_matches(str(name), list(dict.fromkeys(known)), most)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def install(extra: str) -> str:
+    """How to get the packages of one of fp8kit's extras: the end of a refusal for want of them."""
+    return f"install it, in a checkout of fp8kit, with: pip install '.[{extra}]'"
+
+
+def not_installed(who: str, extra: str, *modules: str) -> str:
+    """Why ``who`` cannot be imported: those of the top-level ``modules`` that are not installed, and the extra that has them. Nothing where
+    all are."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{who} needs {' and '.join(absent)}, not installed here; {install(extra)}" if absent else ""
 
 
 def renamed(error: Fp8kitError, operation: str, argument: str) -> Fp8kitError:

@@ -30,6 +30,7 @@ _TILES: dict[str, Callable[[int, int], tuple[int, int]]] = {
     "mx_1x32": lambda rows, columns: (1, 32),
 }
 _FLOAT32_MAX = formats.float32.max
+_FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
 _BOTH = "a Float8Tensor on both sides: quantize the other one first, or multiply with what dequantize() gives"
 
 
@@ -49,9 +50,12 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
 
     Raises FormatError for a dtype, scaling, rounding, scale or format that does not fit, ShapeError for a scale of another shape.
     """
+    kind = str(getattr(x, "dtype", "float32")).rpartition(".")[2]  # of any library
+    if kind not in _FLOATS:  # here, not by as_view: of the dtypes that arrays may have this takes few
+        raise FormatError(expected("quantize", "x", kind, f"one of {', '.join(_FLOATS)}"))
     view = arrays.as_view(x, "quantize", "x")
     if not view.dtype.floating:
-        raise FormatError(expected("quantize", "x", view.dtype.name, "float32, bfloat16, float16 or float64"))
+        raise FormatError(expected("quantize", "x", view.dtype.name, f"one of {', '.join(_FLOATS)}"))
     if not isinstance(format, Format):
         raise FormatError(expected("quantize", "format", shown(format), "a fp8kit Format such as E4M3"))
     saturate = flag("quantize", "saturate", saturate, FormatError)

@@ -14,7 +14,6 @@ contradiction is a RecipeError, and every field that is accepted has its effect.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fp8kit import formats
-from fp8kit.errors import RecipeError, expected
+from fp8kit.errors import RecipeError, expected, meant
 
 HostArray = np.ndarray[Any, Any]
 AmaxCompute = Callable[[HostArray], HostArray]
@@ -73,9 +72,7 @@ class _Strict:
         known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]  # as torch.compile can trace it
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                raise RecipeError(expected(cls.__name__, "field", f"{name!r}{hint}", f"one of {', '.join(known)}"))
+                raise RecipeError(expected(cls.__name__, "field", repr(name), f"one of {', '.join(known)}{meant(name, known)}"))
         if len(args) > len(known):
             raise RecipeError(expected(cls.__name__, "arguments", len(args), f"at most {len(known)}: {', '.join(known)}"))
         for name in known[: len(args)]:
@@ -406,3 +403,19 @@ class Float8BlockScaling(Recipe):
         dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         odd = "" if dims == (1, 2, 1) else f", dims {dims[0]}{dims[1]}{dims[2]}"
         return f"block({self.fp8_format.name}, {scales}{odd})"
+
+
+# Transformer Engine's recipes that are not here -> why
+_ABSENT = {
+    "MXFP8BlockScaling": "its products, of blocks of 32 elements, need a Blackwell GPU's tensor cores",
+    "NVFP4BlockScaling": "its products, of 4-bit operands, need a Blackwell GPU's tensor cores",
+    "CustomRecipe": "quantisers are not the user's own; DelayedScaling takes functions for amax and scale",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """AttributeError that says which recipes there are, and why one of Transformer Engine's is none of them."""
+    kinds = [kind.__name__ for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)]
+    why = f": {_ABSENT[name]}" if name in _ABSENT else ""
+    hint = "" if why else meant(name, [each for each in globals() if not each.startswith("_")])
+    raise AttributeError(f"module {__name__!r} has no {name!r}{why}; the recipes are {', '.join(kinds)}{hint}", name=name)

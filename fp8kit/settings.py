@@ -30,11 +30,14 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import Fp8kitError, expected, meant
 
 # TransformerEngine-FL's name of a variable, and of a kind
 _ALIASES = {f"FP8KIT_{name}": f"TE_FL_{name}" for name in ("PREFER", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP", "PLUGIN_MODULES")}
 _ALIASES["FP8KIT_LOG_LEVEL"] = "TEFL_LOG_LEVEL"
+# all of ours; PROPERTIES is of this project's own tests
+_NAMES = ("CACHE_DIR", "DETERMINISTIC", "DEVICE", "PREFER", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP", "PLUGIN_MODULES",
+          "LOG_LEVEL", "PROPERTIES")
 KIND_ALIASES = {"flagos": "default"}
 _KINDS = ("default", "vendor", "reference")
 
@@ -134,6 +137,19 @@ def log_level() -> str | None:
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR", ""):
         raise Fp8kitError(expected("environment", _source("FP8KIT_LOG_LEVEL"), repr(value), "DEBUG, INFO, WARNING or ERROR"))
     return value or None
+
+
+def warn(vendors: Collection[str]) -> None:
+    """Log a warning for each variable that begins like ours and is none, and for vendors to allow or deny that are none of ``vendors``."""
+    for name in sorted(os.environ):
+        head, _, rest = name.partition("_")
+        if head == "FP8KIT" and rest not in _NAMES:
+            log.warning("%s is no variable that fp8kit reads%s", name, meant(rest, _NAMES))
+    known = {vendor.casefold() for vendor in vendors}
+    for name in ("FP8KIT_ALLOW_VENDORS", "FP8KIT_DENY_VENDORS"):
+        for vendor in sorted(each for each in _names(name) if each.casefold() not in known):
+            there = f"there are {', '.join(sorted(known))}; fk.use_backend chooses an engine, FP8KIT_PREFER a kind"
+            log.warning("%s: no implementation has the vendor %r: %s%s", _source(name), vendor, there, meant(vendor.casefold(), known))
 
 
 class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]

@@ -7,8 +7,8 @@ then one step of a throwaway layer loads them and makes cuBLASLt's plans and cuD
 from __future__ import annotations
 
 import os
-import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,9 @@ class Warmup:
     def __str__(self) -> str:
         lines = [f"{name:60}{seconds:7.2f} s" for name, seconds in self.compiled]
         one_by_one = sum(seconds for _, seconds in self.compiled)
-        lines.append(f"{len(self.compiled)} variants compiled in {self.compile_seconds:.2f} s (one by one {one_by_one:.2f} s), "
-                     f"{self.found} were in the cache")
+        if self.compiled or self.found:
+            lines.append(f"{len(self.compiled)} variants compiled in {self.compile_seconds:.2f} s (one by one {one_by_one:.2f} s), "
+                         f"{self.found} were in the cache")
         if self.step_seconds is not None:
             lines.append(f"two steps of the layer: {self.step_seconds:.2f} s")
         return "\n".join(lines)
@@ -46,7 +47,8 @@ class Warmup:
 
 def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None, *, sequence: int = 128, batch: int = 1,
            dtype: Any = "bfloat16", recipe: Recipe | None = None, activation: str = "gelu", normalization: str = "LayerNorm",
-           arch: str | None = None, device: Any = None, threads: int | None = None) -> Warmup:
+           arch: str | None = None, device: Any = None, threads: int | None = None,
+           say: Callable[[str], object] | None = None) -> Warmup:
     """Compile every kernel variant that training a transformer layer of these sizes needs, with embedding, loss and optimiser, and take two
     steps of a layer of zeros, without dropout, whose plans last as long as the process. Draws no random number.
 
@@ -57,15 +59,17 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
     * ``arch``: such as "sm_90a": compile for that architecture only, and take no step; needs NVRTC, but no GPU. ``device``: a device's
       name; None is CUDA where it is usable, else the CPU, where nothing but the reference engine's own compilation is done.
     * ``threads``: that compile at once, None for as many as the process may use.
+    * ``say``: gets a line when a stage begins and after each variant that was compiled, from the thread that compiled it.
 
-    Raises ShapeError, FormatError, RecipeError or Fp8kitError for arguments that do not fit, BackendError where a kernel does not compile.
+    Raises ShapeError, FormatError, RecipeError or ArgumentError for arguments that do not fit, BackendError where a kernel does
+    not compile.
     """
     from fp8kit import arrays, formats, nn
     from fp8kit.arguments import choice, integer
     from fp8kit.autograd import tensor
     from fp8kit.backends import dispatch
     from fp8kit.backends.activation import ACTIVATIONS
-    from fp8kit.errors import FormatError, Fp8kitError, RecipeError, ShapeError, expected
+    from fp8kit.errors import FormatError, RecipeError, ShapeError, expected
     from fp8kit.ops.quant import fp8_from_recipe
     from fp8kit.recipe import DelayedScaling
     from fp8kit.recipe import Recipe as AnyRecipe
@@ -83,11 +87,12 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):
         raise RecipeError(expected("warmup", "recipe", repr(recipe), "a Recipe or None"))
-    blocks = fp8_from_recipe(rule).blocks
+    blocks, tell = fp8_from_recipe(rule).blocks, say or (lambda line: None)
     if arch is not None:
-        if not isinstance(arch, str) or not re.fullmatch(r"sm_\d+a?", arch):
-            raise Fp8kitError(expected("warmup", "arch", repr(arch), 'such as "sm_90a"'))
-        return _compiled(variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter())
+        from fp8kit.backends.cuda.compile import want_architecture
+
+        want_architecture("warmup", "arch", arch)
+        return _compiled(variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter(), tell)
     where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
     inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}
     begin = time.perf_counter()
@@ -98,16 +103,20 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
 
         arrays.empty((1,), formats.uint8, where)  # says what is missing
         wanted, own_arch = variants(hidden, kind.name, activation, blocks), kernel_compiler.arch_of(launch.capability(where.index))
-        done = _compiled(wanted, own_arch, count, begin)
+        done = _compiled(wanted, own_arch, count, begin, tell)
         begin = time.perf_counter()
+    if where.kind == "cpu":
+        tell("on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's functions that are not kept yet")
+    tell(f"two steps on {where}: a layer of {hidden}/{ffn}/{heads}, {kind.name}, {rule.short_name()}, {sequence} x {batch} tokens")
     layer = nn.TransformerLayer(hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=kind, activation=activation,
                                 normalization=normalization, device=where, **inits)
     x = tensor(arrays.zeros((sequence, batch, hidden), kind, where), requires_grad=True)
     from fp8kit.autocast import autocast
 
-    for _ in range(2):  # the first finds no gradient to add to
+    for step in (1, 2):  # the first finds no gradient to add to
         with autocast(recipe=rule):
             y = layer(x)
+        tell(f"step {step}: forward done, {time.perf_counter() - begin:.1f} s")
         y.backward(x.view)
     arrays.synchronize(where)
     return Warmup(done.compiled, done.found, done.compile_seconds, time.perf_counter() - begin)
@@ -130,7 +139,7 @@ def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Var
     return found + ([("attention.cu", {"T": own})] if dtype == "float32" else [])  # cuDNN takes the others
 
 
-def _compiled(wanted: list[Variant], arch: str, threads: int, begin: float) -> Warmup:
+def _compiled(wanted: list[Variant], arch: str, threads: int, begin: float, tell: Callable[[str], object]) -> Warmup:
     """Compile what the cache does not have, the longest sources first, so that no thread is left with one at the end."""
     from fp8kit import settings
     from fp8kit.backends.cuda.compile import compile_cubin
@@ -142,8 +151,12 @@ def _compiled(wanted: list[Variant], arch: str, threads: int, begin: float) -> W
         source, defines = variant
         start = time.perf_counter()
         path = compile_cubin(source, manifest.defines(**defines), arch).path
-        return " ".join((source, *(f"{k}={v}" for k, v in defines.items()))), time.perf_counter() - start, path in before
+        name, seconds = " ".join((source, *(f"{k}={v}" for k, v in defines.items()))), time.perf_counter() - start
+        if path not in before:
+            tell(f"compiled {name}, {seconds:.1f} s")
+        return name, seconds, path in before
 
+    tell(f"{len(wanted)} variants for {arch}, {threads} at once, compiled where the cache does not have them yet")
     order = sorted(wanted, key=lambda variant: -len(manifest.text(variant[0])))
     with ThreadPoolExecutor(threads) as pool:
         made = list(pool.map(one, order))

@@ -88,7 +88,8 @@ def test_info_reads_words_together_or_apart(capsys):
 
 REFUSED = {
     "heads": "'heads': got no =, expected key=value",
-    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim,",
+    "head=8": "'head=8': got the key 'head', expected one of heads, groups, head_dim, head_dim_v, sequence, sequence_kv, batch, dtype, "
+              "mask, window, bottom_right, bias, softmax, dropout, layout; did you mean heads?",
     "heads=8 heads=4": "heads: got two values, expected one",
     "heads=many": "heads: got 'many', expected a positive number",
     "groups=0": "groups: got '0', expected a positive number below 2^31, a divisor of heads",
@@ -113,7 +114,7 @@ REFUSED = {
 def test_info_refuses_what_it_cannot_read(asked, capsys):
     assert cli.main(["info", "--attention", asked]) == 1
     said = capsys.readouterr()
-    assert f": fp8kit info --attention: {REFUSED[asked]}" in said.err
+    assert said.err.startswith(f"fp8kit info --attention: {REFUSED[asked]}")
     assert said.err.count("\n") == 1
     assert not said.out
 
@@ -144,8 +145,20 @@ def test_module_runs_like_the_command():
 
 def test_train_writes_a_checkpoint(tmp_path, capsys):
     assert cli.main(["train", "--preset", "tiny", "--steps", "3", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert "nats/byte" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("tiny on cpu, FP8 beside float32: 2 layers of 32, 3 steps of 256 bytes, seed 0\ntext: the Python standard lib")
+    assert "nats/byte" in said
+    assert "replaces" not in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.csv", "model.safetensors", "scales.csv", "training.safetensors"]
+    again = ["train", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]
+    assert cli.main([*again, "--steps", "5", "--resume"]) == 1
+    assert capsys.readouterr().err == (
+        f"fp8kit train: resume: {tmp_path / 'training.safetensors'} is of another training: steps: 3 in the file, 5 here; "
+        "the same options continue it, another folder starts anew\n")  # fmt: skip
+    assert cli.main([*again, "--steps", "2", "--precision", "high"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "tiny on cpu, float32: 2 layers of 32, 2 steps of 256 bytes, seed 0"
+    assert said[2] == f"replaces loss.csv, model.safetensors, training.safetensors in {tmp_path}/"
 
 
 def test_demo_fails_when_a_bound_fails(tmp_path, capsys):
@@ -158,7 +171,7 @@ def test_demo_fails_when_a_bound_fails(tmp_path, capsys):
 def test_errors_are_one_line(capsys):
     assert cli.main(["train", "--preset", "tiny", "--device", "moon"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("fp8kit train: device: --device: got 'moon'")
+    assert said.startswith("fp8kit train: --device: got 'moon'")
     assert said.count("\n") == 1
 
 
@@ -205,8 +218,13 @@ def test_bench_measures_and_checks(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "WRONG" not in said
     assert "quantize, ml_dtypes" in said
+    assert said.startswith("fp8kit 0.")
+    assert "\nsmall sizes: " in said
+    assert "gpu_ms" not in said
+    assert said.splitlines()[-2:] == [str(tmp_path / "plots/roofline.png"), str(file)]
     written = report.read(file)
     assert written.about["versions"] == report.versions()
+    assert written.about["settings"]["layers"]["layer 64"] == "hidden 64, ffn 128, heads 2, 32 x 2 tokens"
     rows = written.rows("casts")
     assert len(rows) == 8
     assert all(np.isfinite(row["value"]) and row["value"] > 0 for row in rows)
@@ -228,6 +246,12 @@ def test_bench_reports_what_is_wrong(monkeypatch, capsys):
     assert capsys.readouterr().err == "fp8kit bench: FAILED: wrong: w: c: WRONG: by design\n"
 
 
+def test_a_bench_that_measures_nothing_fails(capsys):
+    for part in ("start", "casts"):
+        assert cli.main(["bench", part, "--device", "cpu", "--minutes", "1e-9"]) == 1
+        assert capsys.readouterr().err == "fp8kit bench: FAILED: nothing was measured: there was no time\n"
+
+
 @pytest.mark.parametrize("arguments", [["bench", "tea"], ["bench", "--memory", "--layer", "3,4"], ["warmup", "--layer", "0,1,2"]])
 def test_what_commands_cannot_take_is_one_line(arguments, capsys):
     assert cli.main([*arguments, "--device", "cpu"]) == 1
@@ -240,9 +264,21 @@ def test_warmup_says_what_it_compiled(monkeypatch, tmp_path, capsys):
     """One small source stands for all of them; the second time it is in the cache."""
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys.modules["fp8kit.warmup"], "variants", lambda *given: [("scales.cu", {"STATES": "8"})])
-    for said in ("1 variants compiled", "0 variants compiled in"):
+    for said, more in (("1 variants compiled", "compiled scales.cu STATES=8, "), ("0 variants compiled in", "1 variants for sm_90a, ")):
         assert cli.main(["warmup", "--preset", "tiny", "--arch", "sm_90a"]) == 0
-        assert said in capsys.readouterr().out
+        printed = capsys.readouterr()
+        assert said in printed.out
+        assert f"fp8kit warmup: {more}" in printed.err
+
+
+def test_warmup_on_a_cpu_says_what_it_is_at(capsys):
+    assert cli.main(["warmup", "--preset", "tiny", "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert lines[0].startswith("fp8kit warmup: on the CPU: nothing is compiled for a GPU; the first step compiles the reference engine's")
+    assert lines[1] == "fp8kit warmup: two steps on cpu: a layer of 32/128/2, bfloat16, delayed(HYBRID, h1024, max), 32 x 4 tokens"
+    assert [line.partition(", ")[0] for line in lines[2:]] == [f"fp8kit warmup: step {n}: forward done" for n in (1, 2)]
+    assert said.out.startswith("two steps of the layer: ")
 
 
 @pytest.mark.gpu
@@ -260,10 +296,31 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["bench", "--memory", "--json", "."], "--json: got"), (["bench", "--minutes", "-1"], "--minutes: got -1.0"),
-    (["bench", "--layer", "1,2,1,4,1"], "--layer: got"), (["bench", "--memory", "--layer", "a"], "--layer: got 'a'"),
+    (["bench", "casts", "--minutes", "0"], "fp8kit bench: --minutes: got 0.0, expected a finite number and > 0"),
+    (["bench", "cast", "--device", "cpu"], "fp8kit bench: part: got cast, expected some of casts, training, layer"),
+    (["bench", "cast", "--device", "cpu", "--out", "x", "--json", "y/z"], "; did you mean casts?"),
+    (["bench", "--layer", "1,2,1,4,1"], "--layer: got"),
+    (["bench", "layer", "--memory"], "bench: part: got layer, expected none beside --memory"),
+    (["bench", "--memory", "--minutes", "1"], "bench: --minutes: got 1.0, expected none beside --memory"),
+    (["bench", "--memory", "--out", "x"], "bench: --out: got x, expected none beside --memory"),
+    (["bench", "--memory", "--layer", "a"], "--layer: got 'a'"),
     (["demo", "--device", "cpu:7"], "--device: cpu is not usable"), (["train", "--preset", "x"], "argument --preset: invalid choice: 'x'"),
     (["warmup", "--threads", "x"], "argument --threads"), (["nothing"], "argument command"), (["plugins", "explain", "foo"], "got 'foo'"),
-    (["kernels", "foo"], "argument ACTION"), ([], "required: command"),
+    (["kernels", "foo"], "argument ACTION"), ([], "required: command"), (["train"], "required: --preset"),
+    (["demo", "--preset", "demo-cup"], "; did you mean demo-cpu; fp8kit demo --help says more"),
+    (["train", "--preset", "tiny", "--device", "gpu"], "fp8kit train: --device: got 'gpu'"),
+    (["warmup", "--layer", "1,2"], "fp8kit warmup: --layer: got '1,2', expected 3 positive numbers"),
+    (["warmup", "--activation", "gell"], "fp8kit warmup: activation: got 'gell', expected one of gelu,"),
+    (["warmup", "--activation", "gell"], "; did you mean gelu?"),
+    (["warmup", "--arch", "foo"], "fp8kit warmup: arch: got 'foo', expected one of sm_89, sm_90a,"),
+    (["kernels", "compile", "rope", "--arch", "foo"], "fp8kit kernels: --arch: got 'foo', expected one of sm_89, sm_90a,"),
+    (["kernels", "show", "rope", "--ptx", "--arch", "sm_1"], "fp8kit kernels: --arch: got 'sm_1', expected one of sm_89, sm_90a,"),
+    (["kernels", "show", "rope", "--variant", "T=f16"], "fp8kit kernels: --variant: got 'T=f16', expected --ptx or --sass beside it"),
+    (["kernels", "bench", "add", "--device", "gpu"], "fp8kit kernels: --device: got 'gpu'"),
+    (["plugins", "explain", "gem"], "fp8kit plugins: kernel: got 'gem', expected a kernel of"),
+    (["plugins", "explain", "gem"], "; did you mean gemm?"),
+    (["plugins", "check", "referenc"], "fp8kit plugins: name: got 'referenc', expected an implementation's id"),
+    (["plugins", "check", "referenc"], "; did you mean reference?"),
 ])
 def test_bad_arguments_are_one_line_each(arguments, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -110,7 +110,7 @@ def test_draws_no_random_number_and_leaves_no_scales():
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"hidden": 0}, "hidden: got 0"), ({"arch": "hopper"}, "arch: got 'hopper', expected such as \"sm_90a\""),
+    ({"hidden": 0}, "hidden: got 0"), ({"arch": "hopper"}, "arch: got 'hopper', expected one of sm_89, sm_90a,"),
     ({"threads": 0}, "threads: got 0"), ({"dtype": "uint8"}, "dtype: got fp8kit.uint8"),
     ({"recipe": "delayed"}, "expected a Recipe or None"), ({"activation": "tanh"}, "activation"),
     ({"hidden": 10, "heads": 3, "device": "cpu"}, "hidden_size: got 10"),

@@ -5,8 +5,16 @@ one XLA custom call. Under ``jax.jit`` with shardings, on mesh axes of the kinds
 dimension (by attention's batch), by heads, by a product's features and its contraction, with the results of one device: what is moved are
 sums, and amaxes before casts. Attention whose weights are dropped, sequences, and ``gemm`` are not split.
 
-Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax.
+Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax, and are imported when they are used.
 """
+
+import importlib
+from typing import Any
+
+from fp8kit import errors as _errors
+
+if _why := _errors.not_installed("fp8kit_jax", "jax", "jax", "jax_tvm_ffi", "tvm_ffi"):
+    raise ImportError(_why, name="jax")
 
 from fp8kit_jax import table as table
 from fp8kit_jax.activations import activation
@@ -27,3 +35,9 @@ __all__ = [
     "layernorm", "layernorm_dense", "layernorm_mlp", "noop_quantizer_set", "quantize", "register", "register_operation", "rmsnorm", "rope",
     "rope_frequencies", "running_sums", "shape_struct", "softmax", "update_collections",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("flax", "nnx"):
+        raise AttributeError(f"module 'fp8kit_jax' has no attribute {name!r}{_errors.meant(name, __all__)}", name=name)
+    return importlib.import_module(f"fp8kit_jax.{name}")

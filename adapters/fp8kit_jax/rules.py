@@ -70,7 +70,7 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: Sta
     * ``flat``: the operation's own shapes of inputs that come with more dimensions (a kernel (K, 3, N) as (K, 3 N)); ``views``: the shapes
       that outputs and saved arrays have in JAX, where not the operation's. So devices can split what the operation has flattened.
 
-    Raises what ``infer`` raises, when it is traced.
+    Raises what ``infer`` raises, when it is traced; AutogradError for forward mode, which within ``jax.jit`` JAX itself refuses.
     """
     given = {name: as_array(operation.name, name, value) for name, value in inputs.items() if value is not None}
     given, state = manual.alike((given, state or {}))
@@ -82,10 +82,16 @@ def apply(operation: Operation, spec: Any, inputs: Mapping[str, Any], state: Sta
     if jax.sharding.get_abstract_mesh().manual_axes:  # a shard_map outside of jit refuses rules with symbolic zeros
         run = jax.jit(run, inline=True)  # of this call alone: the policy in force is no part of what jit would know it by
     mesh = explicit.mesh_of((given, state))
-    if mesh is None:
-        return run(given, state)
-    program, arguments = _program(static, given, state, ())
-    return explicit.run(run, mesh, program, arguments, given, state)
+    try:
+        if mesh is None:
+            return run(given, state)
+        program, arguments = _program(static, given, state, ())
+        return explicit.run(run, mesh, program, arguments, given, state)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        asked = "one in forward mode (jvp, jacfwd)"
+        raise AutogradError(expected(operation.name, "derivative", asked, "one in reverse mode: grad, vjp, jacrev")) from None
 
 
 def _metas(static: _Static, inputs: Mapping[str, Any]) -> tuple[tuple[str, Meta], ...]:

@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from fp8kit import errors as _errors
+
+if _why := _errors.not_installed("fp8kit_torch", "torch", "torch"):
+    raise ImportError(_why, name="torch")
+
 from fp8kit import recipe
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from fp8kit_torch import optimizers

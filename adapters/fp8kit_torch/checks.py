@@ -57,7 +57,7 @@ def device(operation: str, name: str, value: Any) -> torch.device:
             return torch.device(value)
     except (RuntimeError, ValueError):
         pass
-    raise ArgumentError(expected(operation, name, shown(value), "a device"))
+    raise ArgumentError(expected(operation, name, shown(value), 'a device of torch, such as "cpu" or "cuda:1"'))
 
 
 def instance(kind: type, wanted: str) -> Rule:

@@ -21,7 +21,7 @@ from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, CannotTake, OpImpl, OpRegistry
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError, expected, meant
 from fp8kit.replays import Replays
 
 log = logging.getLogger("fp8kit")
@@ -101,6 +101,8 @@ class OpManager:
                     self._registering = threading.get_ident()
                     try:
                         self._discovered = discovery.register_plugins(self.registry, plugins)
+                        every = [impl for impls in self.registry.snapshot().impls_by_op.values() for impl in impls]
+                        settings.warn({"cuda", *(impl.vendor for impl in every if impl.vendor)})
                     finally:
                         self._registering = None
         return self._discovered
@@ -130,7 +132,8 @@ class OpManager:
     def ranked(self, op_name: str, device: Device, policy: SelectionPolicy | None, arch: Arch) -> tuple[list[OpImpl], Refusals]:
         """``candidates`` for a device whose compute capability times ten ``arch()`` says, None where that does not matter."""
         if op_name not in KERNELS:
-            raise BackendError(expected("candidates", "op_name", repr(op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
+            wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(op_name, KERNELS)}"
+            raise BackendError(expected("candidates", "op_name", repr(op_name), wanted))
         self.ensure_initialized(device.kind)
         return self._ranked(op_name, device, policies.get_policy() if policy is None else policy, arch)
 
@@ -245,7 +248,8 @@ class OpManager:
         """The function that a call of the kernel goes to. BackendError as ``kernels``."""
         where = arrays.CPU if device is None else arrays.device(device)
         if op_name not in KERNELS:
-            raise BackendError(expected("resolve", "op_name", repr(op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
+            wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(op_name, KERNELS)}"
+            raise BackendError(expected("resolve", "op_name", repr(op_name), wanted))
         return getattr(self.kernels(where), op_name)  # type: ignore[no-any-return]
 
     def resolve_candidates(self, op_name: str, device: Device | str | None = None) -> list[OpImpl]:

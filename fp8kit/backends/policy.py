@@ -25,7 +25,7 @@ from fp8kit import settings
 from fp8kit.arrays import Device
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError, expected, meant
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (Kind.DEFAULT.value, Kind.VENDOR.value, Kind.REFERENCE.value)
 
@@ -152,7 +152,8 @@ def _token(op_name: str, token: str) -> str:
         wanted = f"{' or '.join(SERVES[op_name])}: a workspace goes with its kernel"
         raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), wanted))
     if op_name not in KERNELS:
-        raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), "a kernel of fp8kit.backends.protocol.KERNELS"))
+        wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(op_name, KERNELS)}"
+        raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), wanted))
     kind, _, name = token.partition(":")
     known = settings.KIND_ALIASES.get(token, token)
     if known in VALID_PREFER_VALUES or (kind in ("vendor", "impl") and name):

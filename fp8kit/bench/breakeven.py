@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from fp8kit import arrays
 from fp8kit.bench.problem import RECIPES, Contender, Modules, Problem, Results, Running, bounds, errors, native, native_module
-from fp8kit.bench.report import Row, Setting, reason
+from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.sizes import layer_of
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 from fp8kit.recipe import Recipe
@@ -43,7 +43,7 @@ def breakeven_part(setting: Setting, contenders: Contenders = native_only) -> li
         problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
         workload = f"hidden {hidden}, {tokens} tokens"
         if own.left() <= 0:
-            rows.append({"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": "left out: no time"})
+            rows.append({"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": NO_TIME})
             continue
         place, seconds = {"hidden": hidden, "tokens": tokens}, own.left() / (len(cells) - i)
         rows += _cell(workload, problem, contenders(problem, modules), own, seconds, place)
@@ -69,7 +69,7 @@ def _cell(workload: str, problem: Problem, contenders: Mapping[str, Contender], 
             row["status"] = reason(error)
             continue
         if first is None:
-            first = got
+            first, row["check"] = got, "the others are compared with it"
         else:
             row |= (found := errors(got, first))
             limits = bounds(name, problem.kind)

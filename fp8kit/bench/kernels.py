@@ -20,7 +20,7 @@ from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import BLOCK, Cast, block_shapes
 from fp8kit.bench import random
-from fp8kit.bench.report import Row, Setting, reason
+from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.sizes import FULL, Layer
 from fp8kit.bench.timing import clock_for, interleaved, medians
 from fp8kit.formats import E4M3, E5M2, DType, Format
@@ -285,13 +285,13 @@ def copy_ceiling(device: Device, nbytes: int) -> float:
 
 
 def measure(case: KernelCase, setting: Setting, kernels: Any | None = None) -> Row:
-    """One row: the kernel's time, that of a copy of the same bytes taken in turn with it, and whether the result was right."""
+    """One row: the kernel's time, that of a copy of the same bytes taken in turn with it, and how wrong the result is (``of_bound``)."""
     device = setting.device
     kernels = dispatch.kernels(device) if kernels is None else kernels
     row: Row = {"workload": "kernels", "case": case.name, "kernel": case.kernel, "shape": [case.rows, case.columns], "status": "ok",
                 "mib": case.nbytes / 2**20, "uses": case.uses}
     try:
-        error = check(case, kernels, device)
+        row["of_bound"] = error = check(case, kernels, device)
         if not error < 1:
             row["status"] = f"WRONG: {'elements were not written' if math.isnan(error) else f'{error:.2f} of the error bound'}"
         count = sets_of(case.nbytes, device)
@@ -312,7 +312,7 @@ def kernels_part(setting: Setting) -> list[Row]:
     rows = []
     for case in kernel_cases(setting.sizes.large, setting.sizes.vocabulary):
         if setting.left() <= 0:
-            rows.append({"workload": "kernels", "case": case.name, "status": "left out: no time", "uses": case.uses})
+            rows.append({"workload": "kernels", "case": case.name, "status": NO_TIME, "uses": case.uses})
             continue
         rows.append(measure(case, setting))
     return [*rows, in_layer(rows)]
@@ -325,4 +325,5 @@ def in_layer(rows: list[Row]) -> Row:
     if any("gpu_ms" not in r for r in used):
         return row | {"status": "left out: a kernel has no time"}
     whole, copies = (sum(r[key] * r["uses"] for r in used) for key in ("gpu_ms", "copy_ms"))
-    return row | {"gpu_ms": whole, "copy_ms": copies, "mib": sum(r["mib"] * r["uses"] for r in used), "of_copy": copies / whole}
+    return row | {"gpu_ms": whole, "copy_ms": copies, "mib": sum(r["mib"] * r["uses"] for r in used), "of_copy": copies / whole,
+                  "check": "sums of the rows above"}  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.bench.memory import Peak
 from fp8kit.bench.problem import Contender, Problem, Results, Running, errors, native_contenders, reference, verdict
-from fp8kit.bench.report import Row, Setting, reason
+from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.skeleton import skeletons
 from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
 
@@ -59,7 +59,7 @@ def measure(workload: str, problem: Problem, contenders: Mapping[str, Contender]
     for name, make in contenders.items():
         rows[name] = {"workload": workload, "case": name, "status": "ok"}
         if setting.left() <= 0:
-            rows[name]["status"] = "left out: no time"
+            rows[name]["status"] = NO_TIME
             continue
         running = start(name, make, problem, wanted, rows[name], peak)
         if running is not None:
@@ -72,11 +72,11 @@ def measure(workload: str, problem: Problem, contenders: Mapping[str, Contender]
 
 
 def take_times(rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Setting, host: bool = True) -> None:
-    """Fill in ``gpu_ms`` and ``host_us``; on the CPU both are the whole computation's time."""
+    """Fill in ``gpu_ms``, and ``host_us`` where there is another device than the host."""
     times = medians(interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups))
     for name, seconds in times.items():
         rows[name]["gpu_ms"] = seconds * 1e3
-    if host:
+    if host and setting.device.kind != "cpu":
         for name, seconds in host_seconds(steps, setting.device, setting.rounds, setting.calls, 1).items():
             rows[name]["host_us"] = seconds * 1e6
 

@@ -15,7 +15,7 @@ from fp8kit.arrays import Device
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
 from fp8kit.bench.problem import RECIPES, Problem, native_module
-from fp8kit.bench.report import Row, Setting
+from fp8kit.bench.report import NO_TIME, Row, Setting
 from fp8kit.bench.sizes import Layer
 from fp8kit.errors import Fp8kitError, expected
 from fp8kit.spec import Operation, Plan, Views
@@ -196,7 +196,7 @@ def ledger(layer: Layer, device: Device, recipe: str = "FP8 delayed") -> list[Ro
     title = f"kept for backward, {recipe}, hidden {layer.hidden}, {layer.tokens} tokens"
     rows: list[Row] = [
         {"workload": title, "case": f"{k.operation}: {k.name}", "status": "ok", "kind": k.kind, "shape": list(k.shape), "dtype": k.dtype,
-         "mib": 0.0 if k.again else k.nbytes / 2**20, "unit": f"{k.dtype}{list(k.shape)}{', counted above' if k.again else ''}"}
+         "mib": 0.0 if k.again else k.nbytes / 2**20, "detail": f"{k.dtype}{list(k.shape)}{', counted above' if k.again else ''}"}
         for k in found if k.nbytes >= 1024 or k.again
     ]  # fmt: skip
     return [*rows, *_sums(found, module.parameters(), most, title)]
@@ -217,5 +217,9 @@ def _sums(found: Sequence[Kept], parameters: Any, most: int, title: str) -> list
 
 def memory_part(setting: Setting) -> list[Row]:
     """The ledger of the largest layer in bfloat16 and FP8."""
-    return [row for recipe in ("bf16", "FP8 delayed") for row in ledger(setting.sizes.large, setting.device, recipe)]
+    rows: list[Row] = []
+    for recipe in ("bf16", "FP8 delayed"):
+        left_out: list[Row] = [{"workload": f"kept for backward, {recipe}", "case": "all", "status": NO_TIME}]
+        rows += ledger(setting.sizes.large, setting.device, recipe) if setting.left() > 0 else left_out
+    return rows
 

@@ -18,7 +18,7 @@ _COLOURS = ("#3b6ea8", "#d1662c", "#3c8d5a", "#8a5fa8", "#a8873b", "#555555")
 def draw(report: Report, folder: Path) -> list[Path]:
     """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib is missing."""
     made = []
-    if any("gpu_ms" in row for part in ("kernels", "gemm") for row in report.rows(part)):
+    if any(key in row for part, key in (("kernels", "tbps"), ("gemm", "tflops")) for row in report.rows(part)):
         made.append(folder / "roofline.png")
         roofline(made[-1], report)
     if any("ratio" in row for row in report.rows("breakeven")):

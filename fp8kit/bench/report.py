@@ -4,9 +4,12 @@ A part is a function from a ``Setting`` to rows. A row is a flat dictionary: ``w
 there is no figure ("not installed", "left out: ...", "failed: ..."), or that it is one of a wrong result ("WRONG: ..."). The rest are
 figures:
 
-* ``gpu_ms``: median time of a call, calls queued back to back; ``host_us``: median time until a call returns, the device idle before.
+* ``gpu_ms``: median time of a call, calls queued back to back, ``cpu_ms`` where the CPU computes; ``host_us``: median time until a call
+  returns, the device idle before.
 * ``error_y``, ``error_dx``, ``error``: ||got - exact|| / ||exact|| against float32, of a layer without its residual stream.
-* ``peak_gib``: parameters, gradients and all that a step allocates. ``first_step_s``: making the module and its first step.
+* ``of_bound``: an error as a share of the largest that is allowed; ``check``: in words how else the result was checked.
+* ``peak_gib``: parameters, gradients and all that a step allocates (on the CPU that alone). ``first_step_s``: making the module and its
+  first step.
 * ``tbps``: 10^12 bytes a second, read and written; ``tflops``: 10^12 floating-point operations a second; ``of_copy``, ``of_best``: shares.
 """
 
@@ -30,9 +33,17 @@ PACKAGES = ("numpy", "ml_dtypes", "numba", "tbb", "matplotlib", "cupy-cuda13x", 
             "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "torch", "jax", "jax-tvm-ffi")
 Row = dict[str, Any]
 # figure -> how it is printed
-COLUMNS = {"gpu_ms": "9.3f", "host_us": "9.1f", "peak_gib": "8.3f", "first_step_s": "7.3f", "seconds": "7.3f", "tbps": "6.3f",
-           "tflops": "6.0f", "of_copy": "7.3f", "of_best": "7.3f", "ratio": "6.3f", "value": "10.3f", "unit": "s", "mib": "9.3f",
-           "error_y": "7.4f", "error_dx": "8.4f", "error": "8.5f"}  # fmt: skip
+COLUMNS = {"gpu_ms": "9.3f", "cpu_ms": "9.3f", "host_us": "9.1f", "peak_gib": "8.3f", "first_step_s": "7.3f", "seconds": "7.3f",
+           "tbps": "6.3f", "tflops": "6.0f", "of_copy": "7.3f", "of_best": "7.3f", "ratio": "6.3f", "value": "10.3f", "unit": "s",
+           "mib": "9.3f", "error_y": "7.4f", "error_dx": "8.4f", "error_dW": "8.4f", "error": "8.5f", "of_bound": "8.3f", "check": "s",
+           "detail": "s"}  # fmt: skip
+# figure -> the unit it is printed in where the largest is below SMALL_FIGURE, how many of these make one, and how they are printed
+SMALL_UNITS = {"peak_gib": ("peak_mib", 1024.0, "9.3f"), "mib": ("kib", 1024.0, "9.3f"), "tbps": ("gbps", 1e3, "8.3f"),
+               "tflops": ("gflops", 1e3, "8.3f")}  # fmt: skip
+SMALL_FIGURE = 0.1
+NO_TIME = "left out: no time"
+# distributions that a figure depends on most, by the kind of device
+_HEAD = {"cpu": ("numpy", "ml_dtypes", "numba"), "cuda": ("numpy", "cupy-cuda13x", "nvmath-python", "nvidia-cudnn-cu13")}
 
 
 class Unavailable(Exception):
@@ -98,6 +109,11 @@ class Report:
         return lines + [f"{name}: {row['workload']}: {row['case']}: {row['status']}" for name in self.parts for row in self.rows(name)
                         if ours(row) and bad(row["status"])]
 
+    def measured(self) -> bool:
+        """Whether there is any row that was not left out for want of time."""
+        rows = [row for name in self.parts for row in self.rows(name)]
+        return any(row["status"] != NO_TIME for row in rows) or any(bad(part["status"]) for part in self.parts.values())
+
     def write(self, path: Path) -> None:
         """As JSON. The folder must be there."""
         path.write_text(json.dumps({"about": self.about, "parts": self.parts, "targets": self.targets}, indent=1) + "\n")
@@ -134,10 +150,46 @@ def reason(error: Exception) -> str:
 def machine(device: Device) -> str:
     """The GPU's or the processor's name."""
     if device.kind == "cpu":
-        return platform.processor() or platform.machine()
+        return _processor()
     from fp8kit.backends.cuda import launch
 
     return str(launch.runtime().getDeviceProperties(device.index)["name"].decode())
+
+
+def _processor() -> str:
+    """As Linux calls it, else as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def about_of(setting: Setting) -> dict[str, Any]:
+    """What a run's figures depend on: machine, device, versions, how they are taken, and the sizes."""
+    layers = {name: f"hidden {size.hidden}, ffn {size.ffn}, heads {size.heads}, {size.sequence} x {size.batch} tokens"
+              for name, size in setting.sizes.layers.items()}
+    return {"machine": machine(setting.device), "device": setting.device.kind, "python": platform.python_version(), "versions": versions(),
+            "settings": {"rounds": setting.rounds, "calls": setting.calls, "warmups": setting.warmups, "seed": setting.seed,
+                         "sizes": setting.sizes.name, "layers": layers}, "clocks": []}  # fmt: skip
+
+
+def head(about: Mapping[str, Any]) -> str:
+    """What ``about_of`` says, as the lines before the first part."""
+    known, how = about["versions"], about["settings"]
+    used = ", ".join(f"{name} {known[name]}" for name in _HEAD[about["device"]])
+    small = ": whether it runs, not how fast it can be" if how["sizes"] != FULL.name else ""
+    layers = [f"{name}: {size}" for name, size in how["layers"].items()]
+    return "\n".join([
+        f"fp8kit {known['fp8kit']} on {about['device']}: {about['machine']}; Python {about['python']}, {used}",
+        f"{how['sizes']} sizes{small}; {how['rounds']} rounds of {how['calls']} calls, each after {how['warmups']} that do not count",
+        *layers, f"modules, kernels, gemm and memory are of {next(iter(how['layers']))}", ""])  # fmt: skip
+
+
+def _where(rows: list[Row], device: Device) -> list[Row]:
+    """Rows whose times are called what they are: of a call on the CPU there is one, and it is no GPU's."""
+    return rows if device.kind != "cpu" else [{{"gpu_ms": "cpu_ms"}.get(key, key): value for key, value in row.items()} for row in rows]
 
 
 def run(parts: Sequence[Part], setting: Setting, write: Callable[[Report], object] = lambda report: None,
@@ -148,10 +200,8 @@ def run(parts: Sequence[Part], setting: Setting, write: Callable[[Report], objec
     ``more``: further entries of ``Report.about``. ``clocks``: the GPU's state under load, asked before and after.
     """
     start = time.perf_counter()
-    about = {"machine": machine(setting.device), "device": setting.device.kind, "python": platform.python_version(), "versions": versions(),
-             "settings": {"rounds": setting.rounds, "calls": setting.calls, "warmups": setting.warmups, "seed": setting.seed,
-                          "sizes": setting.sizes.name}, "clocks": []}  # fmt: skip
-    report = Report(about | dict(more or {}))
+    report = Report(about_of(setting) | dict(more or {}))
+    say(head(report.about))
 
     def look() -> None:
         if clocks is not None:
@@ -162,14 +212,14 @@ def run(parts: Sequence[Part], setting: Setting, write: Callable[[Report], objec
         before = time.perf_counter()
         rows: list[Row] = []
         if setting.left() <= 0:
-            status = "left out: no time"
+            status = NO_TIME
         else:
             try:
                 rows, status = part.run(setting), "ok"
             except Exception as error:  # one part's failure must not cost the figures of the others; it is reported
                 status = reason(error)
         gc.collect()
-        report.parts[part.name] = {"status": status, "seconds": time.perf_counter() - before, "rows": rows}
+        report.parts[part.name] = {"status": status, "seconds": time.perf_counter() - before, "rows": _where(rows, setting.device)}
         say(text(part.name, report.parts[part.name]))
         report.about["seconds"] = time.perf_counter() - start
         write(report)
@@ -189,22 +239,26 @@ def text(name: str, part: Mapping[str, Any]) -> str:
 
 
 def table(title: str, rows: Sequence[Row]) -> list[str]:
-    """The rows under a title, as aligned lines; a status other than "ok" ends the line."""
-    columns = {name: form for name, form in COLUMNS.items() if any(name in row for row in rows)}
-    width = max(len(title), *(len(row["case"]) for row in rows))
-    longest = max(len(str(row.get("unit", ""))) for row in rows)
-    widths = {name: max(longest if form == "s" else int(form.partition(".")[0]), len(name)) for name, form in columns.items()}
-
-    def cell(row: Row, name: str) -> str:
-        form = columns[name].partition(".")[2]
-        value = "" if name not in row else format(row[name], f".{form}") if form else str(row[name])
-        return value.rjust(widths[name])
-
-    lines = ["  ".join([title.ljust(width), *(name.rjust(widths[name]) for name in columns)])]
-    for row in rows:
-        status = "" if row["status"] == "ok" else row["status"]
-        lines.append("  ".join([row["case"].ljust(width), *(cell(row, name) for name in columns), status]).rstrip())
-    return lines
+    """The rows under a title, as aligned lines; a status other than "ok" ends the line. Small figures are in smaller units."""
+    columns: list[list[str]] = []
+    for name, form in COLUMNS.items():
+        found = [row.get(name) for row in rows]
+        if all(value is None for value in found):
+            continue
+        if form == "s":
+            cells = [name, *("" if value is None else str(value) for value in found)]
+            columns.append([cell.ljust(max(map(len, cells))) for cell in cells])
+            continue
+        factor, largest = 1.0, max(abs(value) for value in found if value is not None)
+        if name in SMALL_UNITS and largest < SMALL_FIGURE:
+            name, factor, form = SMALL_UNITS[name]
+        width, _, digits = form.partition(".")
+        cells = [name, *("" if value is None else format(value * factor, f".{digits}") for value in found)]
+        columns.append([cell.rjust(max(int(width), len(name))) for cell in cells])
+    names = [title, *(row["case"] for row in rows)]
+    ends = ["", *("" if row["status"] == "ok" else row["status"] for row in rows)]
+    wide = max(map(len, names))
+    return ["  ".join([name.ljust(wide), *(column[i] for column in columns), ends[i]]).rstrip() for i, name in enumerate(names)]
 
 
 def add_times(rows: Mapping[str, Row], key: str, times: Mapping[str, float], factor: float) -> None:

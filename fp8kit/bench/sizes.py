@@ -29,8 +29,8 @@ def layer_of(hidden: int, tokens: int) -> Layer:
 
 @dataclass(frozen=True)
 class Sizes:
-    """``layers`` by name, the largest first: that one is what ``modules``, ``kernels``, ``gemm`` and the skeleton are of. ``linear``:
-    tokens, in and out of the host's test. ``start``: the layer of the cold start. ``hidden``, ``tokens``: the break-even grid.
+    """``layers`` by name, which has the hidden size, the largest first: ``modules``, ``kernels``, ``gemm`` and the skeleton are of it.
+    ``linear``: tokens, in and out of the host's test. ``start``: the layer of the cold start. ``hidden``, ``tokens``: the break-even grid.
     ``vocabulary``: classes of the cross entropy. ``cast``: rows and columns of the casts on the CPU; ``preset``: the training step there.
     ``error``: rows, in and out of the Linear whose error is measured against float64."""
 
@@ -60,8 +60,8 @@ FULL = Sizes(
 )  # fmt: skip
 SMALL = Sizes(
     "small",
-    {"layer 4096": Layer(64, 128, 2, 32, 2), "layer 2048": Layer(48, 96, 2, 16, 2), "layer 1024": Layer(32, 64, 2, 16, 2),
-     "layer 768": Layer(32, 64, 2, 16, 2)},
+    {"layer 64": Layer(64, 128, 2, 32, 2), "layer 48": Layer(48, 96, 2, 16, 2), "layer 32": Layer(32, 64, 2, 16, 2),
+     "layer 16": Layer(16, 32, 1, 16, 2)},
     (8, 32, 48), Layer(32, 64, 2, 16, 2), (32, 64), (16, 32), 96, (256, 512), "tiny", (32, 48, 64),
 )  # fmt: skip
 SIZES = {sizes.name: sizes for sizes in (FULL, SMALL)}

@@ -16,7 +16,7 @@ from fp8kit.backends import dispatch
 from fp8kit.bench import random
 from fp8kit.bench.gemms import algorithms, operands, products
 from fp8kit.bench.kernels import copier, kernel_cases
-from fp8kit.bench.report import Row, Setting, reason
+from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.sizes import Layer
 from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
 from fp8kit.ops.attention import AttentionSpec, attention
@@ -107,6 +107,9 @@ def attention_part(setting: Setting, peers: Attentions = lambda run: {}) -> list
 
     rows: list[Row] = []
     for workload, layer in setting.sizes.layers.items():
+        if setting.left() <= 0:
+            rows.append({"workload": f"attention, {workload}", "case": "all", "status": NO_TIME})
+            continue
         run = AttentionRun(layer, setting.device)
         exact = _exact(run)
         found: dict[str, tuple[Step, Step]] = {"fp8kit native": (run.forward, run.backward), **peers(run)}

@@ -14,7 +14,7 @@ import tempfile
 import time
 
 from fp8kit.arrays import Device
-from fp8kit.bench.report import Row, Setting
+from fp8kit.bench.report import NO_TIME, Row, Setting
 from fp8kit.bench.sizes import Layer
 
 STAGES = ("imports", "device", "layer", "first step", "second step")
@@ -66,8 +66,12 @@ def start_part(setting: Setting) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for case, cache, warm in (("empty cache", "a", False), ("warm cache", "a", False), ("empty cache, fk.warmup first", "b", True)):
+            named = {"workload": "first step of a fresh process", "case": case}
+            if setting.left() <= 0:
+                rows.append(named | {"status": NO_TIME})
+                continue
             stages = first_step(setting.sizes.start, setting.device, os.path.join(folder, cache), warm)
             whole = sum(stages.values()) - stages["second step"]
-            rows.append({"workload": "first step of a fresh process", "case": case, "status": "ok", "seconds": whole, "stages": stages,
-                         "unit": ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items())})  # fmt: skip
+            rows.append(named | {"status": "ok", "seconds": whole, "stages": stages, "check": "finite gradients",
+                                 "detail": ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items())})  # fmt: skip
     return rows

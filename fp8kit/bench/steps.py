@@ -11,7 +11,7 @@ from fp8kit.autograd import tensor
 from fp8kit.backends.dispatch import deterministic
 from fp8kit.bench.layers import take_times
 from fp8kit.bench.problem import RECIPES, Problem, native_module
-from fp8kit.bench.report import Row, Setting
+from fp8kit.bench.report import NO_TIME, Row, Setting
 from fp8kit.bench.timing import Step
 from fp8kit.optim import AdamW
 from fp8kit.recipe import Recipe
@@ -30,14 +30,15 @@ def steps_part(setting: Setting) -> list[Row]:
             if recipe is None:
                 continue
             if setting.left() <= 0:
-                rows.append({"workload": workload, "case": name, "status": "left out: no time"})
+                rows.append({"workload": workload, "case": name, "status": NO_TIME})
                 continue
             made = {f"{name}, {said}": training(problem, recipe, write) for said, write in CASTS.items()}
             steps: dict[str, Step] = {case: step for case, (step, _) in made.items()}
             parameters = [after() for _, after in made.values()]
             same = all(np.array_equal(a, b) for a, b in zip(*parameters, strict=True))
             status = "ok" if same else "WRONG: other parameters than where the layer casts"
-            found: dict[str, Row] = {case: {"workload": f"{workload}, AdamW step", "case": case, "status": status} for case in steps}
+            found: dict[str, Row] = {case: {"workload": f"{workload}, AdamW step", "case": case, "status": status,
+                                           "check": "both give the same parameters" if same else ""} for case in steps}  # fmt: skip
             take_times(found, steps, setting)
             first = next(iter(found.values()))["gpu_ms"]
             rows += [row | {"ratio": row["gpu_ms"] / first} for row in found.values()]

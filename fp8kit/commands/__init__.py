@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import NoReturn
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected, renamed
+from fp8kit.errors import BackendError, Fp8kitError, expected, meant, renamed
 
 FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
 
@@ -19,7 +20,7 @@ def device_of(options: argparse.Namespace) -> Device:
     try:
         device = dispatch.default_device() if options.device is None else arrays.device(options.device)
     except Fp8kitError as error:
-        raise error if options.device is None else renamed(error, "device", "--device") from None
+        raise error if options.device is None else renamed(error, options.command, "--device") from None
     usable = arrays.provider(device).count()
     if device.index >= usable:
         raise BackendError(f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
@@ -45,11 +46,23 @@ def writable(argument: str, path: Path) -> None:
         raise Fp8kitError(expected("results", argument, path, wanted)) from None
 
 
+def said(command: str, error: Exception) -> str:
+    """A refusal as ``command`` says it: which operation refused is left out where that is the command, or an option of its own is named."""
+    text = str(error)
+    operation, _, rest = text.partition(": ")
+    if operation == command or rest.startswith("--"):
+        text = rest
+    return text if text.startswith(f"fp8kit {command}") else f"fp8kit {command}: {text}"
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose refusal is one line."""
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong on standard error and exit with 2."""
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice:
+            message += meant(choice[1], re.findall(r"[\w-]+", choice[2])).rstrip("?")
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
 
 

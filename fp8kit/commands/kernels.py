@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
+from fp8kit.commands import device_of
 from fp8kit.errors import BackendError, Fp8kitError, expected
 from fp8kit.lab import checks, sources, timing
 from fp8kit.lab.overrides import override
@@ -46,11 +49,11 @@ def add(commands: Any) -> None:
     kinds = show.add_mutually_exclusive_group()
     kinds.add_argument("--ptx", action="store_true", help="the PTX that NVRTC makes of it")
     kinds.add_argument("--sass", action="store_true", help="machine code (needs nvdisasm or cuobjdump)")
-    show.add_argument("--variant", default="", metavar="KEY=VALUE,...", help="defines to compile with (bfloat16, E4M3)")
+    show.add_argument("--variant", default="", metavar="KEY=VALUE,...", help="for --ptx, --sass: defines (bfloat16, E4M3)")
     action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
     check = action("check", f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}", _check, "name")
     check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
-    bench = action("bench", "time, and the share of the speed of a copy of the same bytes", _bench, "name")
+    bench = action("bench", "time, and the share of a copy's speed; of products and attention GFLOP/s", _bench, "name")
     for each in (check, bench):
         each.add_argument("--device", metavar="NAME", help="cpu or cuda:N (cuda where usable, else cpu)")
     bench.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the arrays")
@@ -61,11 +64,14 @@ def add(commands: Any) -> None:
 
 
 def _arch(options: argparse.Namespace) -> str:
+    from fp8kit.backends.cuda import compile as compiler
+
     if options.arch is not None:
+        with suppress(BackendError):  # no NVRTC: what would compile says so
+            compiler.want_architecture("kernels", "--arch", options.arch)
         return str(options.arch)
     if not arrays.available("cuda"):
         return sources.DEFAULT_ARCH
-    from fp8kit.backends.cuda import compile as compiler
     from fp8kit.backends.cuda import launch
 
     return compiler.arch_of(launch.capability(0))
@@ -93,10 +99,14 @@ def _list(options: argparse.Namespace) -> int:
     except BackendError as error:
         print(f"fp8kit kernels: no resources: {error}", file=sys.stderr)
         can = False
-    for entry in manifest.sources():
-        part = Part(entry, entry, entry.functions)
-        shown = part.variant()
-        used = part.compiled(shown, arch).resources if can else {}
+    parts = [Part(entry, entry, entry.functions) for entry in manifest.sources()]
+    found: list[dict[str, Any]] = [{} for _ in parts]
+    if can:
+        print(f"fp8kit kernels: {len(parts)} sources for {arch}, compiled where they are not in the cache yet", file=sys.stderr)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # NVRTC lets go of the interpreter
+            found = list(pool.map(lambda part: part.compiled(part.variant(), arch).resources, parts))
+    for part, used in zip(parts, found, strict=True):
+        entry, shown = part.entry, part.variant()
         for function in entry.functions:
             cells = _resources(used.get(function))
             rows.append((f"{entry.name}:{function}", " ".join(sources.users(entry.name, function)), _axes(entry),
@@ -122,19 +132,23 @@ def _resources(used: Any) -> tuple[str, str, str]:
 
 def _show(options: argparse.Namespace) -> int:
     found = sources.find(options.name)
+    if options.variant and not (options.ptx or options.sass):
+        wanted = "--ptx or --sass beside it: all variants have one source"
+        raise Fp8kitError(expected("kernels", "--variant", repr(options.variant), wanted))
     for part in found.parts:
         if not (options.ptx or options.sass):
             print(f"// {part.entry.name}: {', '.join(part.functions)}; for {', '.join(found.operations)}")
             print(part.text.rstrip())
             continue
-        defines, arch = part.variant(options.variant), _arch(options)
-        print(f"// {part.entry.name}, {sources.said(defines)}, {arch}")
-        if options.ptx:
-            from fp8kit.backends.cuda import compile as compiler
+        from fp8kit.backends.cuda import compile as compiler
 
-            print(compiler.compile_ptx(part.entry.name, defines, arch, part.unit).rstrip())
+        defines, arch = part.variant(options.variant), _arch(options)
+        if options.ptx:
+            text = compiler.compile_ptx(part.entry.name, defines, arch, part.unit)
         else:
-            print(sources.sass(part.compiled(defines, arch).path).rstrip())
+            text = sources.sass(part.compiled(defines, arch).path)
+        print(f"// {part.entry.name}, {sources.said(defines)}, {arch}")
+        print(text.rstrip())
     return 0
 
 
@@ -161,12 +175,8 @@ def _print_resources(found: Found, arch: str) -> None:
 
 
 def _device(options: argparse.Namespace) -> Device:
-    """The device that is asked for, else CUDA where it is usable. BackendError where it is not usable."""
-    device = arrays.device(options.device) if options.device else (Device("cuda") if arrays.available("cuda") else CPU)
-    usable = arrays.provider(device).count()
-    if device.index >= usable:
-        raise BackendError(f"device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
-    return device
+    """The device that is asked for, else CUDA where it is usable, whatever FP8KIT_DEVICE says. BackendError where it is not usable."""
+    return device_of(options) if options.device else (Device("cuda") if arrays.available("cuda") else CPU)
 
 
 def _with(found: Found, operation: str) -> AbstractContextManager[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from fp8kit.errors import on_behalf_of
 from fp8kit.plugins.explanation import explain, listing, want_implementations
 
 _KINDS = ("cpu", "cuda")
@@ -39,7 +40,8 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    print("\n".join(explain(options.op, kind).text() for kind in _kinds(options)))
+    with on_behalf_of("plugins", op_name="kernel"):
+        print("\n".join(explain(options.op, kind).text() for kind in _kinds(options)))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from fp8kit.commands import numbers
@@ -28,7 +29,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and say what it did."""
+    """Run the command, saying on standard error what it is at, and then what it did."""
     from fp8kit import recipe
     from fp8kit.warmup import warmup
 
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
         given = numbers("layer", options.layer, 5 if options.layer.count(",") > 2 else 3)
         sizes = dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), given, strict=False))
     done = warmup(**sizes, dtype=options.dtype, recipe=getattr(recipe, RECIPES[options.recipe])(), activation=options.activation,
-                  arch=options.arch, device=options.device, threads=options.threads)
+                  arch=options.arch, device=options.device, threads=options.threads,
+                  say=lambda line: print(f"fp8kit warmup: {line}", file=sys.stderr, flush=True))
     print(done)
     return 0

@@ -21,7 +21,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy, get_policy, policy_context
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.backends.registry import Kind, OpImpl
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError, expected, meant
 from fp8kit.lab.outputs import views
 from fp8kit.lab.verify import on, verified
 from fp8kit.raw_kernels import manifest
@@ -85,7 +85,8 @@ def override(operation: str, implementation: Any, *, function: str | None = None
     call for a source that does not compile and, with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
     """
     if not isinstance(operation, str) or operation not in KERNELS:
-        raise BackendError(expected("override", "operation", repr(operation), "a kernel of fp8kit.backends.protocol.KERNELS"))
+        wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(operation, KERNELS)}"
+        raise BackendError(expected("override", "operation", repr(operation), wanted))
     if not isinstance(verify, bool):
         raise BackendError(expected("override", "verify", repr(verify), "True or False"))
     kind = _kind(implementation)

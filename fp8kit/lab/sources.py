@@ -5,7 +5,6 @@ And what the compiler says of a source: registers, shared memory, spills, PTX, a
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from fp8kit.backends.cuda import compile as compiler
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.errors import BackendError, Fp8kitError, expected, meant
 from fp8kit.lab.overrides import read
 from fp8kit.raw_kernels import manifest
 
@@ -94,8 +93,8 @@ def find(name: str) -> Found:
     if name in KERNELS:
         raise Fp8kitError(expected("kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"))
     known = [*entries, *manifest.USES, *(f for entry in entries.values() for f in entry.functions)]
-    near = ", ".join(dict.fromkeys(difflib.get_close_matches(name, known, 4))) or "`fp8kit kernels list` has them all"
-    raise Fp8kitError(expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file ({near})"))
+    hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
+    raise Fp8kitError(expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"))
 
 
 def _own(name: str, places: dict[str, tuple[str, ...]]) -> Found:

@@ -31,7 +31,8 @@ SHAPES = {"cpu": (1024, 1024), "cuda": (8192, 8192)}  # beyond the last cache on
 
 @dataclass(frozen=True)
 class Measurement:
-    """``seconds`` of a call of ``shape`` (rows, columns) and of the copy, ``ceiling``, that moves its ``nbytes`` bytes."""
+    """``seconds`` of a call of ``shape`` (rows, columns) and of the copy, ``ceiling``, that moves its ``nbytes`` bytes. ``flops``: what
+    products and attention compute, 0 of whatever only moves memory."""
 
     operation: str
     implementation: str
@@ -40,6 +41,7 @@ class Measurement:
     nbytes: int
     seconds: float
     ceiling: float
+    flops: float = 0.0
 
     @property
     def share(self) -> float:
@@ -49,6 +51,8 @@ class Measurement:
     def __str__(self) -> str:
         rate, size = self.nbytes / self.seconds / 1e9, self.nbytes / 2**20
         what = f"{self.operation}: {self.implementation} on {self.device}, {self.shape[0]} x {self.shape[1]}"
+        if self.flops:
+            return f"{what}: {self.seconds * 1e6:.1f} us, {self.flops / self.seconds / 1e9:,.1f} GFLOP/s"
         return f"{what}: {self.seconds * 1e6:.1f} us, {rate:.1f} GB/s, {self.share:.0%} of the speed of a copy of {size:.1f} MiB"
 
 
@@ -79,7 +83,17 @@ def measure(
     half = [maker.on(np.resize(maker.random.integers(0, 256, 1 << 20).astype(np.uint8), max(nbytes // 2, 1))) for _ in range(2)]
     seconds = _seconds(lambda: function(**arguments), device, stream)
     ceiling = _seconds(lambda: arrays.copy(half[0], half[1]), device, stream)
-    return Measurement(operation, usable[0].impl_id, device, (rows, columns), nbytes, seconds, ceiling)
+    return Measurement(operation, usable[0].impl_id, device, (rows, columns), nbytes, seconds, ceiling, _flops(operation, arguments))
+
+
+def _flops(operation: str, arguments: dict[str, Any]) -> float:
+    """2 m n k of a product; of causal attention's two products forward and five backward half, as the other half is masked."""
+    if operation.endswith("gemm"):
+        return float(2 * arguments["out"].size * arguments["a"].shape[1])
+    if operation.startswith("attention"):
+        length, batch, heads, dim = arguments["q"].shape
+        return float((2 if operation.endswith("fwd") else 5) * 2 * batch * heads * length**2 * dim / 2)
+    return 0.0
 
 
 def _seconds(call: Callable[[], object], device: Device, stream: int) -> float:

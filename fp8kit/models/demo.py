@@ -20,6 +20,7 @@ LEARNED = 0.7  # nats/byte that both runs must end below the unigram entropy
 GAP = 0.02  # largest relative difference of the two validation losses
 PROMPT = b"def "
 SAMPLE_BYTES = 400
+RESULTS = ("loss.csv", "loss.png", "scales.csv", "scales.png", "fp8.safetensors", "sample.txt")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def run_demo(preset: Preset, out: Path, device: Device, steps: int | None = None
     runs = [train(preset, corpus, recipe, name, device, seed, stream) for name, recipe in ((label, None), ("FP8", fp8_recipe(preset)))]
     verdict = Verdict(runs[0].validation_loss, runs[1].validation_loss, corpus.unigram_entropy())
     _write(out, runs, verdict, preset, seed)
-    print(report(preset, device, runs, verdict, corpus.train.size, corpus.validation.size))
+    print(report(preset, device, runs, verdict, corpus))
     return verdict
 
 
@@ -81,12 +82,12 @@ def _write(out: Path, runs: list[Run], verdict: Verdict, preset: Preset, seed: i
     (out / "sample.txt").write_bytes(sample)
 
 
-def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, train_bytes: int, validation_bytes: int) -> str:
+def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, corpus: text.Corpus) -> str:
     """The table that the demo prints."""
     lines = [
         "",
         f"{preset.name} on {device}: {parameter_count(runs[0].model):,} parameters, {preset.steps} steps of {preset.tokens:,} bytes",
-        f"text: the Python standard library, {train_bytes:,} bytes to train on and {validation_bytes:,} to validate",
+        str(corpus),
         "",
         f"{'':18}{'validation loss':>16}{'perplexity/byte':>17}{'time':>8}{'tokens/s':>12}",
     ]

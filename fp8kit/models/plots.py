@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, install
 from fp8kit.models.resume import Statistic
 
 TENSORS = ("input", "weight", "grad_output")
@@ -22,7 +22,7 @@ def figure(**options: Any) -> Any:
         made = importlib.import_module("matplotlib.figure").Figure(layout="constrained", **options)
         importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(made)
     except ImportError as error:
-        raise BackendError(f"plots: matplotlib cannot be imported ({error}); install it with: pip install 'fp8kit[demo]'") from error
+        raise BackendError(f"plots: matplotlib cannot be imported ({error}); {install('demo')}") from error
     return made
 
 

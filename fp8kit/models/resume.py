@@ -66,6 +66,27 @@ def identity(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, 
     return said | {"label": label, "recipe": repr(recipe), "device": device.kind, "seed": str(seed), "corpus": digest}
 
 
+# part of an identity -> what its user calls it
+_CALLED = {"preset.name": "preset", "preset.steps": "steps", "label": "precision", "corpus": "text"}
+
+
+def differences(kept: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """Where the identity of a file is not that of the training, in a user's words. What only follows from another difference is left out: a
+    preset's fields from its name, its warm-up from the number of steps, the recipe from both."""
+    names = [name for name, value in wanted.items() if kept.get(name) != value]
+    follows = {"preset.warmup"} if "preset.steps" in names else set()
+    if "preset.name" in names:
+        follows |= {name for name in names if name.startswith("preset.") and name != "preset.name"} | {"recipe"}
+    if "label" in names:
+        follows.add("recipe")
+
+    def one(name: str) -> str:
+        there, here = ("another", "this") if name == "corpus" else (kept.get(name, "none").strip("'"), wanted[name].strip("'"))
+        return f"{_CALLED.get(name, name)}: {there} in the file, {here} here"
+
+    return [one(name) for name in names if name not in follows]
+
+
 class Checkpoint:
     """The file ``path`` of the training ``run`` with its ``optimizer`` and ``identity``."""
 
@@ -85,9 +106,9 @@ class Checkpoint:
         state, said = serialization.read(self.path)
         if said.get("fp8kit") != KIND:
             raise CheckpointError(expected("resume", str(self.path), f"a file of kind {said.get('fp8kit')!r}", f"{KIND!r}"))
-        faults = [f"{name}: got {said.get(name)}, expected {value}" for name, value in self.identity.items() if said.get(name) != value]
-        if faults:
-            raise CheckpointError(f"resume: {self.path} is of another training: {'; '.join(faults[:8])}")
+        if unlike := differences(said, self.identity):
+            cure = "the same options continue it, another folder starts anew"
+            raise CheckpointError(f"resume: {self.path} is of another training: {'; '.join(unlike[:8])}; {cure}")
         try:
             self.bundle.load_state_dict(state)
         except CheckpointError as error:

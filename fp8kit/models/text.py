@@ -32,6 +32,9 @@ class Corpus:
     train: Bytes
     validation: Bytes
 
+    def __str__(self) -> str:
+        return f"text: the Python standard library, {self.train.size:,} bytes to train on and {self.validation.size:,} to validate"
+
     def unigram_entropy(self) -> float:
         """Entropy of the validation part's byte frequencies in nats/byte: the loss of a model that knows frequencies only."""
         return unigram_entropy(self.validation)

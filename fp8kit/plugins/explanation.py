@@ -18,7 +18,7 @@ from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, SERVES, OpImpl
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError, expected, meant
 
 
 class Row(NamedTuple):
@@ -142,6 +142,7 @@ def want_implementations(name: str) -> list[OpImpl]:
     every = dispatch.registry.snapshot().impls_by_op.values()
     found = [impl for impls in every for impl in impls if name in (impl.engine, impl.impl_id)]
     if not found:
-        wanted = f"an implementation's id, or an engine: {', '.join(dispatch.engines())}"
+        known = [*dispatch.engines(), *(impl.impl_id for impls in every for impl in impls)]
+        wanted = f"an implementation's id, or an engine: {', '.join(dispatch.engines())}{meant(name, known)}"
         raise BackendError(expected("plugins", "name", repr(name), wanted))
     return found

@@ -14,7 +14,7 @@ from fp8kit.bench import breakeven, gemms, memory, plots, problem, skeleton, sta
 from fp8kit.bench.casts import casts_part
 from fp8kit.bench.parts import NATIVE
 from fp8kit.bench.problem import native
-from fp8kit.bench.report import Report, Setting
+from fp8kit.bench.report import NO_TIME, Report, Setting
 from fp8kit.bench.sizes import FULL, SMALL, Layer
 from fp8kit.errors import Fp8kitError
 from fp8kit.spec import Operation
@@ -119,7 +119,7 @@ def test_the_ledger_by_hand():
     assert found["sum: activation"] == m * (h + 3 * h + h + h + f) * 2
     assert found["parameters"] == (4 * h * h + 2 * h * f + 9 * h + f) * 2
     assert found["peak of the step"] > found["sum: kept for backward, parameters aside"]
-    assert memory.ledger(size, CPU, "bf16")[0]["unit"] == "bfloat16[32, 32]"
+    assert memory.ledger(size, CPU, "bf16")[0]["detail"] == "bfloat16[32, 32]"
     with pytest.raises(Fp8kitError, match="expected one of bf16"):
         memory.ledger(size, CPU, "int8")
 
@@ -251,11 +251,23 @@ def test_starts_share_one_cache_and_the_last_has_its_own(monkeypatch):
     rows = start.start_part(QUICK)
     assert asked == [("a", False), ("a", False), ("b", True)]
     assert [row["seconds"] for row in rows] == [10.0] * 3
+    assert {row["check"] for row in rows} == {"finite gradients"}
+
+
+LIMITED = ("casts", "layer", "steps", "modules", "attention", "kernels", "gemm", "start", "memory", "breakeven")
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_parts_begin_nothing_after_the_deadline(name):
+    (part,) = (part for part in NATIVE if part.name == name)
+    rows = part.run(QUICK.within(-1))
+    assert {row["status"] for row in rows} <= {NO_TIME, "left out: a kernel has no time"}
+    assert NO_TIME in {row["status"] for row in rows}
 
 
 def test_casts_are_ml_dtypes():
     rows = casts_part(QUICK)
-    assert len(rows) == 8
+    assert [row["check"] for row in rows] == ["ml_dtypes' bits", "", "ml_dtypes' bits", ""] * 2
     assert {row["status"] for row in rows} == {"ok"}
 
 

@@ -30,7 +30,8 @@ def test_a_part_that_fails_costs_the_others_nothing(tmp_path):
         "first": "ok", "broken": "failed: RuntimeError: it broke here", "last": "ok"}  # fmt: skip
     assert made.failures() == ["broken: failed: RuntimeError: it broke here", "last: w: bad: WRONG: error 1.000"]
     assert made.failures(lambda row: row["case"] == "good") == ["broken: failed: RuntimeError: it broke here"]
-    assert len(said) == 3
+    assert len(said) == 4
+    assert said[0] == report.head(made.about)
     again = read(path)
     assert (again.about, again.parts, again.targets) == (made.about, made.parts, made.targets)
     assert again.about["clocks"] == [{"clocks.sm": "1 MHz"}] * 2
@@ -47,8 +48,10 @@ def test_it_is_written_after_each_part():
 
 def test_nothing_begins_after_the_deadline():
     made = run(PARTS, Setting(CPU, SMALL, deadline=time.monotonic() - 1), say=lambda line: None)
-    assert {part["status"] for part in made.parts.values()} == {"left out: no time"}
+    assert {part["status"] for part in made.parts.values()} == {report.NO_TIME}
     assert not made.failures()
+    assert not made.measured()
+    assert run(PARTS[:1], Setting(CPU, SMALL), say=lambda line: None).measured()
 
 
 def test_settings_know_what_is_left():
@@ -74,6 +77,40 @@ def test_tables_line_up():
     whole = text("name", {"status": "ok", "seconds": 1.0, "rows": [GOOD, {**GOOD, "workload": "v"}]})
     assert whole.startswith("== name (1.0 s)\n\nw ")
     assert "\nv " in whole
+
+
+# figures -> how the table's head and its row end
+PRINTED = {
+    (("peak_gib", 0.0123), ("tbps", 0.0005)): ("   peak_mib      gbps", "     12.595     0.500"),
+    (("peak_gib", 1.5), ("tbps", 2.25)): ("  peak_gib    tbps", "     1.500   2.250"),
+    (("mib", 0.0),): ("        kib", "      0.000"),
+    (("check", "bits"), ("detail", "bfloat16[2]")): ("  check  detail", "  bits   bfloat16[2]"),
+}
+
+
+@pytest.mark.parametrize("figures", PRINTED)
+def test_small_figures_are_in_small_units(figures):
+    lines = table("w", [{"workload": "w", "case": "c", "status": "ok", **dict(figures)}, {"workload": "w", "case": "d", "status": "ok"}])
+    assert (lines[0][1:], lines[1][1:]) == PRINTED[figures]
+    assert lines[2] == "d"
+
+
+def test_the_head_says_device_sizes_and_versions():
+    about = report.about_of(Setting(CPU, SMALL, 2, 3, 1))
+    lines = report.head(about).splitlines()
+    assert lines[0].startswith(f"fp8kit {versions()['fp8kit']} on cpu: {about['machine']}; Python 3.")
+    assert all(f"{name} {versions()[name]}" in lines[0] for name in ("numpy", "ml_dtypes", "numba"))
+    assert lines[1].startswith("small sizes: whether it runs, not how fast it can be; 2 rounds of 3 calls")
+    assert lines[2] == "layer 64: hidden 64, ffn 128, heads 2, 32 x 2 tokens"
+    assert lines[-2:] == ["layer 16: hidden 16, ffn 32, heads 1, 16 x 2 tokens", "modules, kernels, gemm and memory are of layer 64"]
+    assert report.head(report.about_of(Setting(CPU, FULL))).splitlines()[1].startswith("full sizes; 6 rounds of 5 calls")
+    assert all(int(name.split()[1]) == size.hidden for sizes in (FULL, SMALL) for name, size in sizes.layers.items())
+
+
+def test_no_time_of_a_cpu_is_called_a_gpus():
+    made = run(PARTS[:1], Setting(CPU, SMALL), say=lambda line: None)
+    assert made.rows("first") == [{**{k: v for k, v in GOOD.items() if k != "gpu_ms"}, "cpu_ms": 1.25}]
+    assert GOOD["gpu_ms"] == 1.25
 
 
 def test_parts_that_did_not_run_have_no_rows():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 
+import benchmarks
 from benchmarks import __main__ as command
 from benchmarks import error, parts, table, targets, train
 from fp8kit.arrays import CPU
@@ -54,9 +56,11 @@ def test_verdicts_by_hand():
     assert found["first step, empty kernel cache"]["verdict"] == "goal"
     assert found["peak memory of the FP8 layer, both doors / torch eager bf16"]["verdict"] == "must"
     assert found["hidden 1024 layer, FP8 graph / torch bf16 graph"]["verdict"] == "must"
-    text = targets.text(list(found.values()))
+    text = targets.text(list(found.values()), ["layer", "host"])
     assert "MISS" in text
     assert "301 us" in text
+    assert "first step" not in text  # of a part that did not run
+    assert targets.text(list(found.values()), ["gemm"]) == "== targets: none is of these parts"
 
 
 def test_targets_at_their_edges():
@@ -92,7 +96,11 @@ def test_a_run_in_small(tmp_path, capsys):
     assert (out / "roofline.png").exists()
     said = capsys.readouterr().out
     assert "torch._scaled_mm FP8" in said
-    assert "== targets" in said
+    assert said.splitlines()[-2] == "== targets: none is of these parts"
+    assert "not measured" not in said
+    assert said.startswith("fp8kit 0.")
+    assert "\nlayer 64: hidden 64, " in said
+    assert "\nLinear, 32 x 48 to 64  error_y  error_dx  error_dW\n" in said
 
 
 def test_a_part_that_fails_is_reported_and_hides_nothing(tmp_path, monkeypatch, capsys):
@@ -141,9 +149,27 @@ def test_parts_apart_are_taken_together(tmp_path, monkeypatch):
     assert made.about["clocks"] == [{"a": "b"}]
 
 
-def test_usage(capsys, tmp_path):
+def test_usage(capsys, tmp_path, monkeypatch):
     assert command.main(["tea", "--out", str(tmp_path)]) == 2
     assert "no such part: tea" in capsys.readouterr().err
+    for wrong, status, said in (
+        (["kernel"], 2, "; did you mean kernels?"), (["gemm", "--minutes", "0"], 1, "--minutes: got 0.0, expected a finite number and > 0"),
+        (["gemm", "--device", "gpu"], 1, "--device: got 'gpu', expected a name like"),
+    ):  # fmt: skip
+        assert command.main([*wrong, "--out", str(tmp_path)]) == status
+        printed = capsys.readouterr().err
+        assert printed.startswith("python -m benchmarks: ")
+        assert said in printed
+        assert printed.count("\n") == 1
+    assert command.main(["gemm", *QUICK, "--minutes", "1e-9", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "python -m benchmarks: FAILED: nothing was measured: there was no time\n"
+    for name in ("benchmarks.parts", "benchmarks.torch_cases", "benchmarks.error", "benchmarks.train"):  # as without torch
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delattr(benchmarks, name.rpartition(".")[2], raising=False)
+    monkeypatch.setitem(sys.modules, "fp8kit_torch", None)
+    assert command.main(["--list"]) == 1
+    assert capsys.readouterr().err == "python -m benchmarks: import of fp8kit_torch halted; None in sys.modules\n"
+    monkeypatch.undo()
     assert command.main(["--list"]) == 0
     said = capsys.readouterr().out
     assert all(part.name in said for part in parts.PARTS)
@@ -198,5 +224,5 @@ def test_sizes_of_the_targets():
     assert {name: layer[:3] for name, layer in FULL.layers.items()} == {
         "layer 4096": (4096, 16384, 32), "layer 2048": (2048, 8192, 16), "layer 1024": (1024, 4096, 16),
         "layer 768": (768, 3072, 12)}  # fmt: skip
-    assert FULL.layers.keys() == SMALL.layers.keys()
+    assert len(FULL.layers) == len(SMALL.layers)
     assert FULL.linear == (64, 256, 256)

@@ -127,6 +127,8 @@ def test_who_takes_part():
     assert "fp8kit_torch FP8 block" not in torch_cases.contenders(small("Linear"), "host")
     on_gpu = Problem("TransformerLayer", (32, 64, 2), 16, 2, Device("cuda"))
     assert {torch_cases.CUDNN, torch_cases.GRAPH, "fp8kit native FP8 delayed, graph"} <= set(torch_cases.contenders(on_gpu, "layer 1024"))
+    assert set(torch_cases.contenders(layer, "layer 64")) == large  # in small as in full
+    assert torch_cases.GRAPH in torch_cases.contenders(on_gpu, "layer 16")
     assert len(torch_cases.breakeven(on_gpu, Modules())) == 6
 
 

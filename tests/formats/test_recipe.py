@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 
+import fp8kit as fk
 from fp8kit import codec, formats
 from fp8kit.errors import RecipeError
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
@@ -104,6 +105,19 @@ def test_refusals_name_the_field(make, words):
         make()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("module", "name", "said"), [
+    (fk.recipe, "MXFP8BlockScaling", "'MXFP8BlockScaling': its products, .* the recipes are DelayedScaling, Float8CurrentScaling, Float8B"),
+    (fk.recipe, "NVFP4BlockScaling", "4-bit operands, need a Blackwell GPU"), (fk.recipe, "CustomRecipe", "DelayedScaling takes functions"),
+    (fk.recipe, "DelayedScalin", r"; did you mean DelayedScaling\?$"),
+    (fk, "quantise", r"'fp8kit' has .* 'quantise'; did you mean quantize\?$"),
+    (fk, "zzz", "no attribute 'zzz'$"),
+])  # fmt: skip
+def test_names_that_are_not_there(module, name, said):
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=said):
+        getattr(module, name)
 
 
 def test_block_scaling_defaults_and_what_follows_from_them():

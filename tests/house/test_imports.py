@@ -171,3 +171,34 @@ def test_works_without_gpu_and_frameworks(body):
     code = BLOCKED.format(blocked=ABSENT, body=body)
     done = subprocess.run([sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# (what is not installed, what is asked for) -> the error and what it says
+TORCH = "ImportError fp8kit_torch needs torch, not installed here; install it, in a checkout of fp8kit, with: pip install '.[torch]'"
+JAX = "ImportError fp8kit_jax needs {}, not installed here; install it, in a checkout of fp8kit, with: pip install '.[jax]'"
+FLAX = "ImportError fp8kit_jax.{} needs flax, not installed here; install it, in a checkout of fp8kit, with: pip install '.[flax]'"
+WANTED = {
+    ("torch", "import fp8kit_torch"): TORCH, ("torch", "import fp8kit_torch.linear"): TORCH, ("torch", "import benchmarks.parts"): TORCH,
+    ("torch", "runpy.run_path('examples/16_torch_linear.py')"): TORCH,
+    ("jax", "import fp8kit_jax"): JAX.format("jax"), ("jax_tvm_ffi", "import fp8kit_jax"): JAX.format("jax_tvm_ffi"),
+    ("jax", "runpy.run_path('examples/18_jax_training.py')"): JAX.format("jax"),
+    ("flax", "import fp8kit_jax.flax"): FLAX.format("flax"), ("flax", "import fp8kit_jax; fp8kit_jax.nnx"): FLAX.format("nnx"),
+    ("cupy", "from fp8kit.backends.cuda.device import cupy; cupy()"):
+        "BackendError cuda: CuPy cannot be imported (import of cupy halted; None in sys.modules); install it, in a checkout of fp8kit, "
+        "with: pip install '.[cuda13]'",
+}  # fmt: skip
+REFUSED = """
+import runpy, sys
+sys.modules[{absent!r}] = None
+try:
+    {body}
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("absent", "body"), WANTED)
+def test_who_needs_what_is_not_installed_names_the_extra(absent, body):
+    code = REFUSED.format(absent=absent, body=body)
+    done = subprocess.run([sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == WANTED[absent, body], done.stderr

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
+from fp8kit import lab
+from fp8kit.lab.checks import Report
 from tests.house.source import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))
@@ -156,21 +158,29 @@ def test_resume(printed):
 
 
 @pytest.mark.timeout(200)
-def test_kernel_lab(printed):
-    text = printed("kernel_lab", "8")
+def test_kernel_lab(printed, tmp_path, monkeypatch):
+    text = printed("kernel_lab", "8", str(tmp_path))
+    assert f"drawn in {tmp_path}/difference.png" in text
+    assert (tmp_path / "difference.png").read_bytes()[:4] == b"\x89PNG"
     nearest, stochastic = numbers(r"mean ([\d.]+);", text)
     assert nearest == 1.0
     # five standard deviations of the mean of 256 x 256 roundings to 1 or 1.125, each used in 256 products; bfloat16's rounding on a GPU
     fraction = 0.03 / 0.125
     assert abs(stochastic - 1.03) < 5 * 0.125 * np.sqrt(fraction * (1 - fraction)) / 256 + 2.0**-8
-    assert "60 cases, all right" in text
-    assert re.search(r"override\.quantize_transpose on \S+ 60 cases, \d+ WRONG", text)
+    assert "quantize_transpose: of 60 cases 0 have other codes" in text
+    assert numbers(r"override\.quantize_transpose: of 60 cases (\d+) have other codes than nearest", text)[0] > 0
+    assert "WRONG" not in text
     assert len(numbers(r"us, ([\d.]+) GB/s", text)) == 2
     calls = numbers(r"(\d+) calls of mine", text)
     assert calls[0] == 0
     assert calls[1] > 8 * 2 * 8  # steps, microbatches, casts
     (difference,) = numbers(r"largest difference ([\d.]+)", text)
     assert 0 < difference < 0.1
+    monkeypatch.setattr(lab, "measure", lambda *given: "")
+    broken = Report("quantize_transpose", "mine", fk.Device("cpu"), 60, [("case", "amax: got 1")])
+    monkeypatch.setattr(lab, "check", lambda *given: broken)
+    with pytest.raises(SystemExit, match=r"^wrong: \[\('case', 'amax: got 1'\), \('case', 'amax: got 1'\)\]$"):
+        printed("kernel_lab", "1", str(tmp_path))
 
 
 @pytest.mark.timeout(200)

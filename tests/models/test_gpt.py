@@ -242,7 +242,7 @@ def test_missing_matplotlib_is_named(monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(plots.importlib, "import_module", missing)
-    with pytest.raises(BackendError, match="fp8kit\\[demo\\]"):
+    with pytest.raises(BackendError, match=r"in a checkout of fp8kit, with: pip install '\.\[demo\]'"):
         plots.figure()
 
 

@@ -17,7 +17,7 @@ from fp8kit.arrays import CPU
 from fp8kit.errors import CheckpointError, Fp8kitError
 from fp8kit.models import text
 from fp8kit.models.gpt import GPT
-from fp8kit.models.presets import preset
+from fp8kit.models.presets import PRESETS, preset
 from fp8kit.models.resume import KIND, Checkpoint, Run, identity
 from fp8kit.models.train import fp8_recipe, train
 from tests.house.source import ROOT
@@ -163,11 +163,16 @@ def test_a_file_that_does_not_fit_changes_nothing(corpus, good, tmp_path, how):
 def test_another_training_is_named(corpus, good):
     two = replace(TINY, steps=2)
     for options, said in (
-        ((two, corpus, RECIPES["FP8"], "FP8", CPU, 4), "seed: got 3, expected 4"),
+        ((two, corpus, RECIPES["FP8"], "FP8", CPU, 4), "seed: 3 in the file, 4 here; the same options continue it"),
         ((replace(two, hidden=64, learning_rate=1.0), corpus, RECIPES["FP8"], "FP8", CPU, 3),
-         "preset.hidden: got 32, expected 64; preset.learning_rate: got 0.003, expected 1.0"),
-        ((two, corpus, None, "FP8", CPU, 3), "recipe: got DelayedScaling"),
-        ((two, text.Corpus(corpus.train[:-1], corpus.validation), RECIPES["FP8"], "FP8", CPU, 3), "corpus: got"),
+         "hidden: 32 in the file, 64 here; preset.learning_rate: 0.003 in the file, 1.0 here"),
+        ((two, corpus, None, "FP8", CPU, 3), "another training: recipe: DelayedScaling.* in the file, None here; the"),
+        ((two, text.Corpus(corpus.train[:-1], corpus.validation), RECIPES["FP8"], "FP8", CPU, 3),
+         "another training: text: another in the file, this here; the same"),
+        ((two.with_steps(40), corpus, RECIPES["FP8"], "FP8", CPU, 3), "another training: steps: 2 in the file, 40 here; the same"),
+        ((two, corpus, None, "float32", CPU, 3), "another training: precision: FP8 in the file, float32 here; the same"),
+        ((PRESETS["demo-cpu"], corpus, None, "float32", CPU, 3),
+         "another training: preset: tiny in the file, demo-cpu here; precision: FP8 in the file, float32 here; the same"),
     ):
         with pytest.raises(CheckpointError, match=said):
             train(*options, Stop(None), good, resume=True)

@@ -17,6 +17,7 @@ import pytest
 import fp8kit as fk
 from fp8kit import settings
 from fp8kit.backends import policy as policies
+from fp8kit.backends.manager import OpManager
 from fp8kit.errors import BackendError, Fp8kitError
 from fp8kit.plugins import (
     KERNELS,
@@ -261,3 +262,16 @@ def test_texts_of_overrides_are_this_processs() -> None:
     assert policies.policy_from_text(text).overrides[0][1].fn is add, "what a program names is kept"
     with pytest.raises(BackendError, match="overrides of this process"):
         policies.policy_from_text('{"overrides":"0123"}')
+
+
+def test_variables_without_an_effect_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    variables = {"FP8KIT_DEVCE": "cpu", "FP8KIT_TEA": "1", "FP8KIT_DENY_VENDORS": "reference,CUDA", "TE_FL_ALLOW_VENDORS": "cda"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    OpManager().discovered()
+    there = "there are cuda; fk.use_backend chooses an engine, FP8KIT_PREFER a kind"
+    assert caplog.messages == [
+        "FP8KIT_DEVCE is no variable that fp8kit reads; did you mean DEVICE?", "FP8KIT_TEA is no variable that fp8kit reads",
+        f"TE_FL_ALLOW_VENDORS: no implementation has the vendor 'cda': {there}; did you mean cuda?",
+        f"FP8KIT_DENY_VENDORS: no implementation has the vendor 'reference': {there}",
+    ]

@@ -1,4 +1,9 @@
-"""Flax (linen) modules with Transformer Engine's names, fields, parameter names and FP8 collection. Needs Flax: ``fp8kit[flax]``."""
+"""Flax (linen) modules with Transformer Engine's names, fields, parameter names and FP8 collection. Needs Flax (extra ``flax``)."""
+
+from fp8kit import errors as _errors
+
+if _why := _errors.not_installed("fp8kit_jax.flax", "flax", "flax"):
+    raise ImportError(_why, name="flax")
 
 from fp8kit_jax.flax.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
 from fp8kit_jax.flax.common import extend_logical_axis_rules

@@ -11,6 +11,11 @@ Modules with dropout take their keys from the ``nnx.Rngs`` stream "dropout" that
 Modules are made under ``autocast`` with the recipe that they are to run with: it decides which variables there are. Needs Flax.
 """
 
+from fp8kit import errors as _errors
+
+if _why := _errors.not_installed("fp8kit_jax.nnx", "flax", "flax"):
+    raise ImportError(_why, name="flax")
+
 from fp8kit_jax.nnx.attention import DotProductAttention, MultiHeadAttention
 from fp8kit_jax.nnx.dense import DenseGeneral, Fp8Meta, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, update_fp8
 from fp8kit_jax.nnx.transformer import TransformerLayer

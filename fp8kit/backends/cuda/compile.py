@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8kit import settings
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import ArgumentError, BackendError, expected, install
 from fp8kit.raw_kernels import manifest
 
 # -fmad: a product feeding a sum may be fused (one rounding less); a product that is cast directly is not changed by it. -no-cache: beside
@@ -70,8 +70,16 @@ def _nvrtc() -> Any:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise BackendError(f"compile: NVRTC cannot be loaded ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
+        raise BackendError(f"compile: NVRTC cannot be loaded ({error}); {install('cuda13')}") from error
     return nvrtc
+
+
+def want_architecture(operation: str, argument: str, arch: object) -> None:
+    """ArgumentError where ``arch`` is none that this NVRTC compiles fp8kit's kernels for. BackendError where NVRTC is missing."""
+    _, numbers = _nvrtc().nvrtcGetSupportedArchs()
+    takes = [f"sm_{number}{'a' if number >= _SPECIFIC else ''}" for number in numbers if number >= _LOWEST]
+    if not isinstance(arch, str) or arch not in takes + [name.rstrip("a") for name in takes]:
+        raise ArgumentError(expected(operation, argument, repr(arch), f"one of {', '.join(takes)}, what NVRTC here compiles for"))
 
 
 @functools.cache

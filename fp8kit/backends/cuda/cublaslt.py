@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8kit.backends.cuda import launch
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, install
 from fp8kit.formats import DType, float32
 
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
@@ -106,7 +106,7 @@ def bindings() -> Any:
     try:
         from nvmath.bindings import cublasLt as module
     except (ImportError, RuntimeError) as error:
-        raise BackendError(f"cublaslt: nvmath cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
+        raise BackendError(f"cublaslt: nvmath cannot be imported ({error}); {install('cuda13')}") from error
     return module
 
 

@@ -20,7 +20,7 @@ from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, Strides, bhsd, contiguous_bhsd
 from fp8kit.backends.cuda.recent import Recent
 from fp8kit.backends.protocol import AttentionExtras
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.errors import BackendError, Fp8kitError, expected, install
 
 NAME = "cuDNN"
 _OLDEST = 90600
@@ -85,7 +85,7 @@ def missing() -> str | None:
     try:
         import cudnn
     except ImportError as error:
-        return f"nvidia-cudnn-frontend cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'"
+        return f"nvidia-cudnn-frontend cannot be imported ({error}); {install('cuda13')}"
     try:
         version = cudnn.backend_version()
     except RuntimeError as error:

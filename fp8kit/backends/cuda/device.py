@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.cuda import launch, recorded
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError, expected, install
 from fp8kit.scratch import scratch
 
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
@@ -25,7 +25,7 @@ def cupy() -> Any:
     try:
         import cupy as module
     except ImportError as error:
-        raise BackendError(f"cuda: CuPy cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
+        raise BackendError(f"cuda: CuPy cannot be imported ({error}); {install('cuda13')}") from error
     return module
 
 

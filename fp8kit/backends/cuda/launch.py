@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import compile as kernel_compiler
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import BackendError, expected, install
 from fp8kit.formats import DType
 from fp8kit.raw_kernels import manifest
 
@@ -131,7 +131,7 @@ def runtime() -> Any:
     try:
         from cupy.cuda import runtime as module
     except ImportError as error:
-        raise BackendError(f"cuda: CuPy cannot be imported ({error}); install it with: pip install 'fp8kit[cuda13]'") from error
+        raise BackendError(f"cuda: CuPy cannot be imported ({error}); {install('cuda13')}") from error
     return module
 
 

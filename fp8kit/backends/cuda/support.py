@@ -9,9 +9,9 @@ from typing import NamedTuple
 from fp8kit.backends.cuda import compile as kernel_compiler
 from fp8kit.backends.cuda import cublaslt, cudnn_sdpa, launch
 from fp8kit.backends.cuda.device import cupy, provider
-from fp8kit.errors import BackendError
+from fp8kit.errors import BackendError, install
 
-_INSTALL = "pip install 'fp8kit[cuda13]'"
+_INSTALL = install("cuda13")
 
 
 class Row(NamedTuple):

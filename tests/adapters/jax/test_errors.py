@@ -84,3 +84,13 @@ def test_running_sums(values):
         fj.rope(Q, fj.rope_frequencies(4, 9), cu_seqlens=sums, qkv_format="thd")
     with pytest.raises(jax.errors.JaxRuntimeError, match="cu_seqlens_q: got "):
         jax.block_until_ready(jax.jit(attend)(jnp.asarray(sums)))
+
+
+def test_rooms_of_flax_come_when_they_are_asked_for():
+    from fp8kit_jax.flax import LayerNorm
+    from fp8kit_jax.nnx import DenseGeneral
+
+    assert fj.flax.LayerNorm is LayerNorm
+    assert fj.nnx.DenseGeneral is DenseGeneral
+    with pytest.raises(AttributeError, match=r"'fp8kit_jax' has no attribute 'dence'; did you mean dense\?$"):
+        fj.dence  # noqa: B018

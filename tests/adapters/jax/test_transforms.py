@@ -232,6 +232,9 @@ def test_second_derivatives_are_refused_by_name():
     x, w, b = draw(0, 4, K), draw(1, K, 8), draw(2, 8)
     with pytest.raises(AutogradError, match="linear: derivative: got a second one"):
         jax.hessian(lambda w: (fj.dense(x, w, b) ** 2).sum())(w)
+    for forward in (lambda f: jax.jvp(f, (w,), (w,)), lambda f: jax.jacfwd(f)(w)):
+        with pytest.raises(AutogradError, match=r"linear: derivative: got one in forward mode \(jvp, jacfwd\), expected"):
+            forward(lambda w: fj.dense(x, w, b))
 
 
 def test_sums_of_pmap_and_gradients_of_vmapped_scans():

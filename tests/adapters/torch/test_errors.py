@@ -54,6 +54,7 @@ def test_names_are_the_callers():
         (lambda: ft.TransformerLayer(8, 16, 2, attention_dropout="x"), "^TransformerLayer: attention_dropout: got 'x', expected a finite"),
         (lambda: ft.DotProductAttention(2, (4, 4, 4)), r"^DotProductAttention: kv_channels: got \(4, 4, 4\), expected an int, or two"),
         (lambda: ft.DotProductAttention(2, 4, softmax_scale="x"), "^DotProductAttention: softmax_scale: got 'x', expected a finite"),
+        (lambda: ft.Linear(4, 6, device="foo"), '^Linear: device: got \'foo\', expected a device of torch, such as "cpu" or "cuda:1"'),
         (lambda: ft.InferenceParams(2, 8, dtype="foo"), "^InferenceParams: dtype: got 'foo', expected a torch.dtype"),
         (lambda: ft.parallel_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 7])), "targets: got 7 among them"),
     ):  # fmt: skip
