@@ -16,7 +16,7 @@ from fp8kit.errors import FormatError, expected
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.ops import OPS, record_
-from fp8kit_torch.plans import Call, Ready, Stand, Views, call, policy_now
+from fp8kit_torch.plans import NOTHING, Call, Placed, Ready, Stand, call, policy_now
 from fp8kit_torch.state import ScalingState, finish_backward
 from fp8kit_torch.texts import decode
 from fp8kit_torch.views import dtype_of
@@ -25,14 +25,14 @@ from fp8kit_torch.views import dtype_of
 class Wiring(NamedTuple):
     """How a layer's FP8 state hangs on its operation in an eager call."""
 
-    scales: Views  # inputs
-    front: Views | None = None  # where forward accumulates amaxes; None: nowhere that lasts
-    late: Views = {}  # noqa: RUF012  the gradients' scales, read at backward time
-    back: Views | None = None  # where backward accumulates amaxes
+    scales: Placed  # inputs
+    front: Placed = NOTHING  # where forward accumulates amaxes; NOTHING: nowhere that lasts
+    late: Placed = NOTHING  # the gradients' scales, read at backward time
+    back: Placed = NOTHING  # where backward accumulates amaxes
     ticket: tuple[Recipe, ScalingState, int | None] | None = None  # what ``finish_backward`` is told
 
 
-NO_STATE = Wiring({})
+NO_STATE = Wiring(NOTHING)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

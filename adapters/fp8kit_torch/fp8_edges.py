@@ -12,7 +12,7 @@ from fp8kit.layers import Kept
 from fp8kit.ops.quant import Fp8
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.apply import NO_STATE, Wiring
-from fp8kit_torch.plans import amax_views, scale_views
+from fp8kit_torch.plans import NOTHING, amax_views, scale_views
 from fp8kit_torch.quantized import QuantizedTensor, held_as
 from fp8kit_torch.state import ScalingState, finish_backward
 
@@ -21,7 +21,7 @@ _OUTPUT, _GRAD_INPUT = 2, 1  # slots of a GEMM: input, weight, output; grad_outp
 
 def _wired(scale: Tensor, history: Tensor | None, slot: int, state: ScalingState) -> Wiring:
     """The cast's own views of a state's slot; x is not there, and has the same scale for form's sake."""
-    front = None if history is None else amax_views({"w": slot}, history, state.device)
+    front = NOTHING if history is None else amax_views({"w": slot}, history, state.device)
     return Wiring(scale_views({"x": slot, "w": slot}, scale, state.device), front)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8kit.arrays import ArrayView
 from fp8kit.autocast import AutocastState, current
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec
@@ -24,7 +23,7 @@ from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.ops import record_
 from fp8kit_torch.parameters import Init, normal_init
-from fp8kit_torch.plans import Call, call
+from fp8kit_torch.plans import NOTHING, Call, Placed, call
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import layer_spec, layer_text
 from fp8kit_torch.texts import encode
@@ -212,7 +211,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if first or i not in known:
             spec = layer_spec(self._spec, fp8, False, "none", ())
             made = call("weight_cast", spec, ("weight0",), ("",), wiring is not NO_STATE)
-            only = Wiring(wiring.scales, None if wiring.front is None else {"w_amax": wiring.front["w_amax"]})
+            only = Wiring(wiring.scales, Placed({name: view for name, view in wiring.front.items() if name == "w_amax"}))
             with torch.no_grad():
                 known[i] = apply(made, [tensors["weight0"]], NO_STATE if wiring is NO_STATE else only)
         return known[i]  # type: ignore[no-any-return]
@@ -220,8 +219,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 def _of(i: int, wiring: Wiring) -> Wiring:
     """The part of a layer's wiring that one group reads and writes."""
-    def part(views: Mapping[str, ArrayView] | None, *names: str) -> Any:
-        return None if views is None else {name: views[f"{i}_{name}"] for name in names}
+    def part(views: Placed, *names: str) -> Placed:
+        return Placed({name: views[f"{i}_{name}"] for name in names}) if views else NOTHING
 
     return wiring._replace(scales=part(wiring.scales, "x_scale", "w_scale"), front=part(wiring.front, "x_amax", "w_amax"),
                            late=part(wiring.late, "g_scale"), back=part(wiring.back, "g_amax"))

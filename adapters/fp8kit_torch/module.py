@@ -26,7 +26,7 @@ from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, to
 from fp8kit_torch.calibration import Amaxes, row_of
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.ops import FORWARD, NEITHER, record_
-from fp8kit_torch.plans import Call, amax_views, call, scale_views, want_alike
+from fp8kit_torch.plans import NOTHING, Call, Placed, amax_views, call, scale_views, want_alike
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, products
 from fp8kit_torch.stateful import StatefulModule, prepare_all
@@ -226,7 +226,7 @@ class TransformerEngineBaseModule(StatefulModule):
         if kept is not None:
             assert kept.scales is not None
             ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
-            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scales, forward.device), front=None, ticket=ticket)
+            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scales, forward.device), front=NOTHING, ticket=ticket)
         if record:
             forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
             touch_forward(forward, recipe, training)
@@ -268,7 +268,7 @@ class TransformerEngineBaseModule(StatefulModule):
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         place = forward.device
         front, back = products(self.gemms)
-        wiring = Wiring(scale_views(front, forward.scale, place), None, scale_views(back, backward.scale, place))
+        wiring = Wiring(scale_views(front, forward.scale, place), late=scale_views(back, backward.scale, place))
         if record:
             wiring = wiring._replace(
                 front=amax_views(front, forward.amax_history, place), back=amax_views(back, backward.amax_history, place),
@@ -346,6 +346,5 @@ def _of(wiring: Wiring, prefix: str) -> Wiring:
     """The part of a wiring that one weight's cast reads and writes."""
     if wiring is NO_STATE:
         return wiring
-    scales = {f"{prefix}{operand}_scale": wiring.scales[f"{prefix}{operand}_scale"] for operand in "xw"}
-    front = None if wiring.front is None else {f"{prefix}w_amax": wiring.front[f"{prefix}w_amax"]}
-    return Wiring(scales, front)
+    scales = Placed({f"{prefix}{operand}_scale": wiring.scales[f"{prefix}{operand}_scale"] for operand in "xw"})
+    return Wiring(scales, Placed({f"{prefix}w_amax": wiring.front[f"{prefix}w_amax"]}) if wiring.front else NOTHING)

@@ -18,7 +18,7 @@ from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch import state as states
-from fp8kit_torch.plans import Block, Call, Ready, call_by, scale_views
+from fp8kit_torch.plans import NOTHING, Block, Call, Placed, Ready, call_by, scale_views
 from fp8kit_torch.texts import OPERATIONS, decode
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
@@ -41,8 +41,8 @@ def _blank(meta: Meta, like: Tensor) -> Tensor:
     return like.new_empty(meta.shape, dtype=dtype_of(meta.dtype))
 
 
-def _scales(call: Call, ready: Ready, scale: Tensor | None) -> dict[str, ArrayView]:
-    return {} if scale is None else scale_views(call.front, scale, ready.place)
+def _scales(call: Call, ready: Ready, scale: Tensor | None) -> Placed:
+    return NOTHING if scale is None else scale_views(call.front, scale, ready.place)
 
 
 def make(name: str) -> tuple[Any, Any]:
@@ -57,7 +57,7 @@ def make(name: str) -> tuple[Any, Any]:
     def forward(inputs: Sequence[Tensor], scale: Tensor | None, late: Sequence[Tensor], call: str, needs: str, recipe: str) -> list[Tensor]:
         found, tensors = call_by(call), _tidy(inputs)
         ready = found.ready(tensors, _needs(needs))
-        outputs, row, held = ready.forward(tensors, _scales(found, ready, scale), None)
+        outputs, row, held = ready.forward(tensors, _scales(found, ready, scale), NOTHING)
         copies = [tensors[found.names.index(source)].clone() for source in ready.signature.passes.values()]
         return [*outputs, *copies, *([] if row is None else [row]), *held]
 
@@ -82,8 +82,8 @@ def make(name: str) -> tuple[Any, Any]:
         given = iter(cotangents)
         arrived = [next(given) if mark == "1" else None for mark in there]
         inner, held = _tidy(kept[: len(ready.kept)]), list(kept[len(ready.kept) :])
-        scales = scale_views(found.back, late[0], ready.place) if late else {}
-        grads, row = ready.backward(inner, held, arrived, scales, None)
+        scales = scale_views(found.back, late[0], ready.place) if late else NOTHING
+        grads, row = ready.backward(inner, held, arrived, scales, NOTHING)
         own = dict(zip(wanted, grads, strict=True))
         return [*(own[n] for n in wanted if n in ready.signature.grads), *([] if row is None else [row])]  # type: ignore[list-item]
 

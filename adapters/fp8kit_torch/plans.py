@@ -46,6 +46,19 @@ _ARGUMENTS = {"attention": _LAYERS, "cached_attention": _LAYERS, "linear": _PARA
 _OUTPUTS = {"attention": ("o",), "cross_entropy": ("loss",)}  # of operations that have another than "y"
 Views = dict[str, ArrayView]
 Make = Callable[[Meta], ArrayView]
+
+
+class Placed(dict[str, ArrayView]):
+    """Scales or amaxes by name, and ``at``, where they lie."""
+
+    __slots__ = ("at",)
+
+    def __init__(self, views: Mapping[str, ArrayView]) -> None:
+        super().__init__(views)
+        self.at = tuple([view.ptr for view in views.values()])
+
+
+NOTHING = Placed({})
 _KINDS = ("cpu", "cuda")
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 _PLAN_LIMIT = 1024  # shapes a call
@@ -318,16 +331,16 @@ def _outs(metas: Mapping[str, Meta], slots: Mapping[str, int]) -> list[_Out]:
     ]
 
 
-def amax_views(slots: Mapping[str, int], row: Tensor, device: Device) -> Views:
+def amax_views(slots: Mapping[str, int], row: Tensor, device: Device) -> Placed:
     """A row of float32 slots as the amaxes of the operands."""
     start = row.data_ptr()
-    return {f"{name}_amax": ArrayView(start + 4 * slot, (1,), float32, device, row) for name, slot in slots.items()}
+    return Placed({f"{name}_amax": ArrayView(start + 4 * slot, (1,), float32, device, row) for name, slot in slots.items()})
 
 
-def scale_views(slots: Mapping[str, int], scale: Tensor, device: Device) -> Views:
+def scale_views(slots: Mapping[str, int], scale: Tensor, device: Device) -> Placed:
     """A state's scales as the operands' inputs."""
     start = scale.data_ptr()
-    return {f"{name}_scale": ArrayView(start + 4 * slot, (1,), float32, device, scale) for name, slot in slots.items()}
+    return Placed({f"{name}_scale": ArrayView(start + 4 * slot, (1,), float32, device, scale) for name, slot in slots.items()})
 
 
 def want_fp8(operation: str, blocks: bool, device: torch.device) -> None:
@@ -387,20 +400,20 @@ class Ready:
         return torch._C._cuda_getCurrentRawStream(self.place.index) if self.place.kind == "cuda" else 0
 
     def forward(
-        self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, apart: bool = False
+        self, tensors: Sequence[Tensor], scales: Placed, amaxes: Placed, apart: bool = False
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; None makes a tensor of slots for them. ``apart``:
-        large buffers among what is saved are tensors of their own; otherwise all is one tensor."""
+        """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; ``NOTHING`` makes a tensor of slots for them.
+        ``apart``: large buffers among what is saved are tensors of their own; otherwise all is one tensor."""
         if self.guarded and torch.cuda.current_device() != self.place.index:
             with torch.cuda.device(self.device):
                 return self._forward(tensors, scales, amaxes, apart)
         return self._forward(tensors, scales, amaxes, apart)
 
     def _forward(
-        self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, apart: bool
+        self, tensors: Sequence[Tensor], scales: Placed, amaxes: Placed, apart: bool
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         device, row = self.device, None
-        if amaxes is None and self.front:
+        if not amaxes and self.front:
             row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
             amaxes = amax_views(self.front, row, self.place)
         outputs = self._made(self.outputs)
@@ -412,16 +425,15 @@ class Ready:
         if at < 0:
             held += self._run_forward(tensors, scales, amaxes, outputs, block, held, stream)
             return outputs, row, held
-        key = (stream, at, *[t.data_ptr() for t in tensors], *[t.data_ptr() for t in outputs], *[t.data_ptr() for t in held],
-               *[v.ptr for v in scales.values()], *([v.ptr for v in amaxes.values()] if amaxes else ()))  # fmt: skip
+        key = (stream, at, scales.at, amaxes.at, *[t.data_ptr() for t in (*tensors, *outputs, *held)])
         again.run(key, self._run_forward, tensors, scales, amaxes, outputs, block, held, stream)  # type: ignore[union-attr]
         return outputs, row, held
 
-    def _run_forward(self, tensors: Sequence[Tensor], scales: Views, amaxes: Views | None, outputs: list[Tensor], block: Block,
+    def _run_forward(self, tensors: Sequence[Tensor], scales: Placed, amaxes: Placed, outputs: list[Tensor], block: Block,
                      held: list[Tensor], stream: int) -> list[Tensor]:
         """The operation's forward; gives what was saved apart."""
         place = self.place
-        views: Any = scales.copy()
+        views: Any = dict(scales)
         for (name, shape, kind), tensor in zip(self.inputs, tensors, strict=True):
             views[name] = ArrayView(tensor.data_ptr() or self._nowhere(name, tensor), shape, kind, place, tensor)
         saved = block.carve(held[0], place) if held else {}
@@ -442,7 +454,7 @@ class Ready:
         return 0
 
     def backward(
-        self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Placed, amaxes: Placed,
         into: Mapping[str, Tensor] = _NOWHERE, apart: bool = False,
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """(gradients of ``needs``, amaxes). ``held``: what forward saved, ``apart`` or not; the list is emptied. ``kept``, ``cotangents``:
@@ -453,11 +465,11 @@ class Ready:
         return self._backward(kept, held, cotangents, scales, amaxes, into, apart)
 
     def _backward(
-        self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Views, amaxes: Views | None,
+        self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Placed, amaxes: Placed,
         into: Mapping[str, Tensor], apart: bool,
     ) -> tuple[list[Tensor | None], Tensor | None]:
         row = None
-        if amaxes is None and self.back:
+        if not amaxes and self.back:
             row = torch.zeros(self.back_slots, dtype=torch.float32, device=self.device)
             amaxes = amax_views(self.back, row, self.place)
         arrived = [g if g is None or g.is_contiguous() else g.contiguous() for g in cotangents]
@@ -471,18 +483,17 @@ class Ready:
         if at < 0:
             made = self._run_backward(kept, held, arrived, scales, amaxes, made, into, apart, stream)
         else:
-            key = (stream, at, *[t.data_ptr() for t in kept], *[t.data_ptr() for t in held], *[t.data_ptr() for t in made],
-                   *[None if g is None else (g.data_ptr(), g.dtype) for g in arrived],
-                   *[v.ptr for v in scales.values()], *([v.ptr for v in amaxes.values()] if amaxes else ()))  # fmt: skip
+            key = (stream, at, scales.at, amaxes.at, *[t.data_ptr() for t in (*kept, *held, *made)],
+                   *[None if g is None else (g.data_ptr(), g.dtype) for g in arrived])  # fmt: skip
             again.run(key, self._run_backward, kept, held, arrived, scales, amaxes, made, into, apart, stream)  # type: ignore[union-attr]
         return [(None if passed is None else arrived[passed]) if at is None else made[at] for at, passed in self.answers], row
 
     def _run_backward(self, kept: Sequence[Tensor], held: list[Tensor], arrived: Sequence[Tensor | None], scales: Views,
-                      amaxes: Views | None, made: list[Tensor], into: Mapping[str, Tensor], apart: bool, stream: int
+                      amaxes: Placed, made: list[Tensor], into: Mapping[str, Tensor], apart: bool, stream: int
                       ) -> list[Tensor]:
         """The operation's backward; gives the gradients."""
         place = self.place
-        views: Any = scales.copy()
+        views: Any = dict(scales)
         for (name, _, _, shape, kind), tensor in zip(self.kept, kept, strict=True):
             views[name] = ArrayView(tensor.data_ptr(), shape, kind, place, tensor)
         incoming = {name: None if g is None else ArrayView(g.data_ptr(), tuple(g.shape), kind_of(g.dtype), place, g)
@@ -506,9 +517,9 @@ class Ready:
                 made.append(tensor.zero_() if zero else tensor)
         return made
 
-    def _views(self, outs: list[_Out], made: list[Tensor], amaxes: Views | None) -> Any:
+    def _views(self, outs: list[_Out], made: list[Tensor], amaxes: Views) -> Any:
         """What was made, and the amaxes, by name."""
-        views = {**amaxes} if amaxes else {}
+        views = dict(amaxes)
         for out, tensor in zip(outs, made, strict=True):
             views[out.name] = ArrayView(tensor.data_ptr(), out.shape, out.kind, self.place, tensor)
         return views
