@@ -217,17 +217,13 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
         on = arrays.current_stream(device) if stream is None else stream(device)
         kernels = dispatch.kernels(device)
         again = getattr(kernels, "again", None)
+        scales, inverses, histories = zip(*there, strict=True)
+        given = (scales, inverses, histories, [fp8_max] * len(there), recipe.margin, most_recent, on)
         if again is None:
-            _update(kernels, there, fp8_max, recipe.margin, most_recent, on)
-            continue
-        key = ("update_delayed_", on, fp8_max, recipe.margin, most_recent,
-               *[(scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there])  # fmt: skip
-        again.run(key, _update, kernels, there, fp8_max, recipe.margin, most_recent, on)
-
-
-def _update(kernels: Any, states: list[tuple[ArrayView, ...]], fp8_max: float, margin: int, most_recent: bool, stream: int) -> None:
-    scales, inverses, histories = zip(*states, strict=True)
-    kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(states), margin, most_recent, stream)
+            kernels.update_delayed_(*given)
+        else:
+            places = [(scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there]
+            again.run(("update_delayed_", on, fp8_max, recipe.margin, most_recent, *places), kernels.update_delayed_, *given)
 
 
 def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:
