@@ -22,18 +22,25 @@ class Replays:
     and where a plugin's or an override's kernels are among them.
     """
 
-    LIMIT = 1024  # beyond so many, as where addresses never come again, all is forgotten
-    __slots__ = ("found", "recorder")
+    LIMIT = 1024  # beyond so many all is forgotten
+    PATIENCE = 64  # unknown calls in a row; where addresses never come again, only one of so many is recorded from there on
+    __slots__ = ("found", "recorder", "unknown")
 
     def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:
         self.recorder = recorder
         self.found: dict[Key, Callable[[], None]] = {}
+        self.unknown = 0
 
     def run(self, key: Key, function: Callable[..., Any], *arguments: Any) -> None:
         """``function(*arguments)``, or what it did when it was called with arguments that this key stands for."""
         found = self.found.get(key)
         if found is not None:
+            self.unknown = 0
             found()
+            return
+        self.unknown += 1
+        if self.unknown > self.PATIENCE and self.unknown % self.PATIENCE:
+            function(*arguments)
             return
         with self.recorder() as made:
             function(*arguments)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,7 +220,7 @@ class OpManager:
             ranked = {name: self._ranked(name, device, policy, arch) for name in KERNELS}
             functions = {name: self._function(name, *ranked[name], device, policy) for name in KERNELS}
             found = Chosen(policy=policy, **functions)
-            found.again = _again(usable for usable, _ in ranked.values())
+            found.again = _again({name: usable for name, (usable, _) in ranked.items()})
             if self._discovered is not None:  # else what is there now is not all that there will be
                 self.table[device, id(policy)] = found
             return found
@@ -312,13 +312,16 @@ def _arch(device: Device) -> int | None:
     return int(ask(device))
 
 
-def _again(ranked: Iterable[list[OpImpl]]) -> Replays | None:
-    """Where the kernels are all one in-tree engine's own, and it records calls."""
-    functions = [getattr(impl.fn, "func", impl.fn) for usable in ranked for impl in usable]
-    packages = {function.__module__.rpartition(".")[0] for function in functions}
-    own = next((name for name in IN_TREE if packages == {f"fp8kit.backends.{name}"}), None)
-    recorder = None if own is None else getattr(importlib.import_module(f"fp8kit.backends.{own}"), "recorder", None)
-    return None if recorder is None else Replays(recorder)
+def _again(ranked: Mapping[str, list[OpImpl]]) -> Replays | None:
+    """Where the kernels are all one in-tree engine's own functions, and it records calls."""
+    names = {impl.engine for usable in ranked.values() for impl in usable}
+    if len(names) != 1 or not names <= IN_TREE.keys():
+        return None
+    engine = importlib.import_module(f"fp8kit.backends.{names.pop()}")
+    if not hasattr(engine, "recorder"):
+        return None
+    own = all(getattr(impl.fn, "func", impl.fn) is engine.implementation(name) for name, usable in ranked.items() for impl in usable)
+    return Replays(engine.recorder) if own else None
 
 
 def _largest(name: str, impls: list[OpImpl]) -> Callable[..., int]:

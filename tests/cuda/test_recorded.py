@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import types
 from typing import Any
 
 import pytest
 
+import fp8kit as fk
 from fp8kit import arrays
-from fp8kit.arrays import ArrayView, Device
+from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import cublaslt, launch, recorded
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.errors import BackendError
-from fp8kit.formats import bfloat16, float8_e4m3fn, float32, uint8
+from fp8kit.formats import bfloat16, float8_e4m3fn, float32
+from fp8kit.raw_kernels import manifest
 from fp8kit.replays import Replays, replays
 
 from .test_gemm_plans import _Library, library  # noqa: F401  a fixture
@@ -46,13 +49,96 @@ def test_all_steps_are_done_again_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     beside: list[int] = []
     with recorded.recording() as made:
         launch.launch(kernel, 1, 32, (1,), 0)
-        recorded.put(0, "note", lambda: beside.append(len(driver.launches)))
+        recorded.put(0, 0, "note", lambda: beside.append(len(driver.launches)))
         launch.launch(kernel, 1, 32, (2,), 0)
     made()
     assert beside == [1, 3]
     assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == [1, 2, 1, 2]
     launch.launch(kernel, 1, 32, (3,), 0)  # outside
     assert len(made.steps) == 3
+
+
+class _Stream:
+    """Stands for CuPy's stream: counts captures. ``fails``: the end of one does."""
+
+    ptr = 1 << 33
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.ended = 0
+
+    def begin_capture(self) -> None:
+        self.begun += 1
+
+    def end_capture(self) -> Any:
+        self.ended += 1
+        return types.SimpleNamespace(graphExec=500 + self.ended)
+
+
+@pytest.fixture
+def aside(monkeypatch: pytest.MonkeyPatch) -> _Stream:
+    """The stream that graphs are captured from, and a driver and a runtime that take part."""
+    stream = _Stream()
+    monkeypatch.setattr(recorded, "_aside", lambda device: stream)
+    monkeypatch.setattr(recorded, "_unsafe_calls", contextlib.nullcontext)
+    monkeypatch.setattr(recorded, "OFTEN", 2)
+    monkeypatch.setattr(launch, "capturing", lambda handle: False)
+    return stream
+
+
+def two_launches(kernel: launch.Kernel, stream: int) -> recorded.Recording:
+    with recorded.recording() as made:
+        launch.launch(kernel, 1, 32, (1,), stream)
+        launch.launch(kernel, 2, 32, (2,), stream)
+    return made
+
+
+def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    graphs: list[tuple[int, int]] = []
+    calls = types.SimpleNamespace(**vars(launch.runtime()), graphLaunch=lambda graph, stream: graphs.append((graph, stream)))
+    monkeypatch.setattr(launch, "runtime", lambda: calls)
+    before, made = recorded._graphs, two_launches(kernel, 99)
+    made()
+    assert not aside.begun
+    made()  # the second time is often, here: done as before, then captured
+    assert (aside.begun, aside.ended, len(driver.launches), graphs) == (1, 1, 8, [])
+    captured = driver.launches[-2:]
+    assert [entry[3] for entry in captured] == [_Stream.ptr] * 2
+    assert [entry[:3] + entry[4:] for entry in captured] == [entry[:3] + entry[4:] for entry in driver.launches[:2]]
+    made()
+    assert (len(driver.launches), graphs) == (8, [(501, 99)])
+    assert recorded._graphs == before + 1
+    del made
+    assert recorded._graphs == before
+
+
+def test_what_is_captured_already_is_not_made_a_graph_of_its_own(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    monkeypatch.setattr(launch, "capturing", lambda handle: handle == 99)
+    made = two_launches(kernel, 99)
+    for _ in range(4):
+        made()
+    assert (aside.begun, len(driver.launches)) == (0, 10)
+
+
+def test_work_beside_kernels_is_no_graph(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    with recorded.recording() as made:
+        launch.launch(kernel, 1, 32, (1,), 0)
+        recorded.put(0, 0, "note", lambda: None)
+    for _ in range(4):
+        made()
+    assert (aside.begun, len(driver.launches)) == (0, 5)
+
+
+def test_graphs_are_bounded(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    monkeypatch.setattr(recorded, "MOST_GRAPHS", recorded._graphs)
+    made = two_launches(kernel, 0)
+    for _ in range(4):
+        made()
+    assert (aside.begun, len(driver.launches)) == (0, 10)
 
 
 def test_a_refusal_names_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +157,8 @@ def _raising() -> None:
 
 SPOILT = {
     "spoil": lambda kernel: recorded.spoil(),
-    "another device": lambda kernel: recorded.put(1, "note", lambda: None),
+    "another device": lambda kernel: recorded.put(1, 0, "note", lambda: None),
+    "another stream": lambda kernel: recorded.put(0, 7, "note", lambda: None),
     "a recording within": lambda kernel: recorded.recording().__enter__(),
     "an allocation": lambda kernel: arrays.provider(Device("cuda")).alloc(8, Device("cuda")),
 }
@@ -138,9 +225,22 @@ def test_keys_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
         known.run((number,), work, number)
     assert done == [1, 2]
     assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == [1, 2, 1, 2]
-    for number in range(Replays.LIMIT + 1):
+    for number in range(3, 4 + Replays.LIMIT):
+        known.run((1,), work, 1)  # what is known makes patient
         known.run((number,), work, number)
     assert 0 < len(known.found) <= Replays.LIMIT
+
+
+def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    known = Replays(recorded.recording)
+    for number in range(10 * Replays.PATIENCE):
+        known.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
+    assert [struct.unpack("q", entry[4])[0] for entry in driver.launches] == list(range(10 * Replays.PATIENCE))
+    assert Replays.PATIENCE <= len(known.found) <= Replays.PATIENCE + 10
+    last = max(key[0] for key in known.found)
+    known.run((last,), launch.launch, kernel, 1, 32, (-1,), 0)
+    assert known.unknown == 0
 
 
 def test_only_the_engines_own_kernels_are_recorded() -> None:
@@ -148,17 +248,14 @@ def test_only_the_engines_own_kernels_are_recorded() -> None:
     assert replays(types.SimpleNamespace(**vars(dispatch.kernels(arrays.CPU)))) is None
 
 
+def _ours(x: Any, amax: Any, tile: Any, stream: int) -> None:
+    """A kernel of somebody else."""
+
+
 @pytest.mark.gpu
-def test_an_override_is_never_passed_over() -> None:
-    import fp8kit as fk
-
-    device, seen = Device("cuda"), []
-    assert replays(dispatch.kernels(device)) is not None
-
-    def ours(x: Any, amax: Any, tile: Any, stream: int) -> None:
-        seen.append(x)
-
-    with fk.override("amax", ours):
-        assert replays(dispatch.kernels(device)) is None
-    view = arrays.zeros((8,), uint8, device)
-    assert isinstance(view, ArrayView)
+@pytest.mark.parametrize("replacement", [_ours, manifest.text("amax.cu")], ids=["function", "text"])
+def test_an_override_is_never_passed_over(replacement: Any) -> None:
+    assert replays(dispatch.kernels(Device("cuda"))) is not None
+    with fk.override("amax", replacement):
+        assert replays(dispatch.kernels(Device("cuda"))) is None
+    assert replays(dispatch.kernels(Device("cuda"))) is not None

@@ -43,21 +43,13 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
             return
         found = _recall(plan)
         if found is None:
-            if _capturing(stream):
+            if launch.capturing(stream):
                 return
             times = _times(plan, run, stream)
             found = min(range(plan.algorithms), key=times.__getitem__)
             _keep(plan, found, times)
         plan.choose(found)
         plan.settled = True
-
-
-def _capturing(stream: int) -> bool:
-    calls = launch.runtime()
-    try:
-        return bool(calls.streamIsCapturing(stream))
-    except calls.CUDARuntimeError:  # the legacy stream, while another one is captured
-        return True
 
 
 def _times(plan: Plan, run: Callable[[int], None], stream: int) -> list[float]:

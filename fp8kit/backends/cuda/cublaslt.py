@@ -243,7 +243,7 @@ class Plan:
         if recording is not None:
             if self.settled:
                 bound = Bound(self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream))
-                recording.add(self.device, "cublaslt", bound)
+                recording.add(self.device, stream, "cublaslt", bound, bound.on)
             else:
                 recording.whole = False  # another algorithm is to come
 
@@ -276,6 +276,13 @@ class Bound:
     def __call__(self) -> None:
         try:
             self._matmul(*self._before, self._plan.algorithm, *self._behind)
+        except RuntimeError as error:
+            raise self._plan.refused(error) from error
+
+    def on(self, stream: int) -> None:
+        """Run it on another stream."""
+        try:
+            self._matmul(*self._before, self._plan.algorithm, *self._behind[:2], stream)
         except RuntimeError as error:
             raise self._plan.refused(error) from error
 

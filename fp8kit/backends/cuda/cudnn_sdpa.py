@@ -204,7 +204,7 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
             padding.clean(view.ptr, bhsd(form, view), to, _contiguous(problem, name), name in ("q", "d_o"), _size(problem, name))
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
-    recorded.put(device, "attention", functools.partial(_execute, key, pointers, start + room["end"], stream))
+    recorded.put(device, stream, "attention", functools.partial(_execute, key, pointers, start + room["end"], stream))
 
 
 def _execute(key: Key, pointers: dict[int, int], workspace: int, stream: int) -> None:

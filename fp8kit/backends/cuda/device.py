@@ -149,10 +149,10 @@ class CudaProvider:
         calls, index = launch.runtime(), view.device.index
         step = functools.partial(calls.memsetAsync, view.ptr, 0, nbytes, stream)
         if calls.getDevice() == index:
-            recorded.put(index, "memset", step)
+            recorded.put(index, stream, "memset", step)
         else:
             with launch.current_device(index):
-                recorded.put(index, "memset", step)
+                recorded.put(index, stream, "memset", step)
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``. Between host and device it waits: pageable memory may change or vanish right after the call."""

@@ -51,6 +51,7 @@ def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) ->
 # arguments follow, 8 bytes each.
 _CONFIGURATION = "=7I4xQ24x"
 CONFIG = struct.calcsize(_CONFIGURATION)
+STREAM_AT = struct.calcsize("=7I4x")
 _SLOTS = 64
 _PARAMETERS = 32764  # bytes of parameters that CUDA takes, at most
 ALIGNMENT = 16
@@ -200,6 +201,15 @@ def _module(
     return cupy.RawModule(path=str(compiled.path)), compiled.resources
 
 
+def capturing(stream: int) -> bool:
+    """Whether work on ``stream`` is captured into a graph now."""
+    calls = runtime()
+    try:
+        return bool(calls.streamIsCapturing(stream))
+    except calls.CUDARuntimeError:  # the legacy stream, while another one is captured
+        return True
+
+
 class current_device:
     """Context manager: make a device current in this thread, and restore the former one after."""
 
@@ -252,7 +262,7 @@ def launch(
         what = f"grid {(x, y, z)}, block {(i, j, k)}, {shared} bytes of shared memory, {kernel.resources}"
         raise BackendError(f"launch of {kernel.name}: {error_text(status)} ({what})")
     if here.recording is not None:
-        here.recording.launched(kernel, room, pack.__self__.size)
+        here.recording.launched(kernel, room, pack.__self__.size, stream)
 
 
 def _unfit(kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any]) -> BackendError:

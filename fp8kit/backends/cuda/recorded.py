@@ -1,12 +1,16 @@
 """What a call put on a stream, kept so that the same call, with the same addresses, can be made again without the Python that led to it.
 
 Kernels are launched from memory that holds their packed arguments, products through descriptors of their own; whatever else reaches the
-device goes through ``put`` or says ``spoil``.
+device goes through ``put`` or says ``spoil``. A call that comes again and again becomes a CUDA graph: then one call of the driver does it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,39 +19,64 @@ from typing import Any
 from fp8kit.backends.cuda import launch
 from fp8kit.errors import BackendError
 
+OFTEN = 8  # times that a call comes again before it becomes a graph, which takes as long as some dozens of launches
+MOST_GRAPHS = 4096  # of a process: each takes some memory of the device
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_graphing = threading.Lock()
+_graphs = 0
+
+
+def _again(kernel: launch.Kernel, source: int, size: int, stream: int | None = None) -> tuple[Callable[[], int], object]:
+    """A launch of what is packed in ``size`` bytes at ``source``, on its own stream or another one, and what it reads."""
+    memory = (ctypes.c_char * (size + launch.ALIGNMENT))()
+    shift = -ctypes.addressof(memory) % launch.ALIGNMENT
+    start = ctypes.addressof(memory) + shift
+    ctypes.memmove(start, source, size)
+    if stream is not None:
+        struct.pack_into("=Q", memory, shift + launch.STREAM_AT, stream)
+    first, count = start + launch.CONFIG + 8 * kernel.table, len(kernel.parameters)
+    addresses = (ctypes.c_uint64 * count)(*range(first, first + 8 * count, 8))
+    return partial(launch.launcher()[0], ctypes.c_void_p(start), kernel.handle, addresses, None), (memory, kernel)
+
 
 class Recording:
-    """Steps of one device, in order. ``whole``: whether they are all that the call did."""
+    """Steps on one stream of one device, in order. ``whole``: whether they are all that the call did.
 
-    __slots__ = ("device", "kept", "names", "steps", "whole")
+    A step is done by ``()``; on a stream to capture by a function of that, where there is one. Both give the driver's status, or None.
+    """
+
+    __slots__ = ("_calls", "_graph", "_kept", "_moved", "_names", "device", "steps", "stream", "whole")
 
     def __init__(self) -> None:
-        self.device = -1
-        self.steps: list[Callable[[], Any]] = []  # each returns the driver's status, or None
-        self.names: list[str] = []
-        self.kept: list[object] = []  # what the steps point into
+        self.device = self.stream = -1
+        self.steps: list[Callable[[], Any]] = []
         self.whole = True
+        self._moved: list[Callable[[int], Any] | None] = []
+        self._names: list[str] = []
+        self._kept: list[object] = []  # what the steps point into
+        self._calls = 0
+        self._graph: Callable[[], Any] | None = None
 
-    def add(self, device: int, name: str, step: Callable[[], Any]) -> None:
-        """Another step; steps of two devices do not make a recording."""
-        if self.device not in (-1, device):
+    def add(self, device: int, stream: int, name: str, step: Callable[[], Any], moved: Callable[[int], Any] | None = None) -> None:
+        """Another step; steps of two devices or streams do not make a recording."""
+        if (self.device, self.stream) not in ((-1, -1), (device, stream)):
             self.whole = False
-        self.device = device
-        self.names.append(name)
+        self.device, self.stream = device, stream
         self.steps.append(step)
+        self._moved.append(moved)
+        self._names.append(name)
 
-    def launched(self, kernel: launch.Kernel, room: launch.Room, size: int) -> None:
+    def launched(self, kernel: launch.Kernel, room: launch.Room, size: int, stream: int) -> None:
         """A kernel was launched from the first ``size`` bytes of a thread's memory."""
-        memory = (ctypes.c_char * (size + launch.ALIGNMENT))()
-        start = ctypes.addressof(memory)
-        start += -start % launch.ALIGNMENT
-        ctypes.memmove(start, room.memory, size)
-        first = start + launch.CONFIG + 8 * kernel.table
-        count = len(kernel.parameters)
-        addresses = (ctypes.c_uint64 * count)(*range(first, first + 8 * count, 8))
-        function, _ = launch.launcher()
-        self.kept += (memory, kernel)
-        self.add(kernel.device, f"launch of {kernel.name}", partial(function, ctypes.c_void_p(start), kernel.handle, addresses, None))
+        step, kept = _again(kernel, ctypes.addressof(room.memory), size)
+        start: int = step.args[0].value  # type: ignore[attr-defined]
+        self._kept.append(kept)
+
+        def moved(other: int) -> int:
+            step, _kept = _again(kernel, start, size, other)
+            return step()
+
+        self.add(kernel.device, stream, f"launch of {kernel.name}", step, moved)
 
     def __call__(self) -> None:
         """Do it again. BackendError where the driver or a library refuses."""
@@ -59,10 +88,67 @@ class Recording:
             self._run()
 
     def _run(self) -> None:
+        graph = self._graph
+        if graph is not None:
+            try:
+                graph()
+            except RuntimeError as error:
+                raise BackendError(f"{', '.join(self._names)}: {error}") from error
+            return
         for step in self.steps:
             status = step()
             if status:
-                raise BackendError(f"{self.names[self.steps.index(step)]}: {launch.error_text(status)}")
+                raise BackendError(f"{self._names[self.steps.index(step)]}: {launch.error_text(status)}")
+        self._calls += 1
+        if self._calls == OFTEN and len(self.steps) > 1 and None not in self._moved and not launch.capturing(self.stream):
+            self._capture()
+
+    def _capture(self) -> None:
+        """Make the steps a graph."""
+        global _graphs
+        with _graphing, _unsafe_calls():
+            if self._graph is not None or _graphs >= MOST_GRAPHS:
+                return
+            aside = _aside(self.device)
+            aside.begin_capture()
+            try:
+                statuses = [moved(aside.ptr) for moved in self._moved if moved is not None]
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    aside.end_capture()
+                raise
+            graph = aside.end_capture()
+            if not any(statuses):
+                _graphs += 1
+                self._kept.append(graph)
+                self._graph = partial(launch.runtime().graphLaunch, graph.graphExec, self.stream)
+
+    def __del__(self) -> None:
+        global _graphs
+        if getattr(self, "_graph", None) is not None and _unsafe_calls is not None:  # None when the interpreter ends
+            _graphs -= 1
+            with _unsafe_calls():
+                self._graph = None
+                self._kept.clear()
+
+
+@functools.cache
+def _aside(device: int) -> Any:
+    """The stream of a device, which is current, that graphs are captured from; it runs nothing."""
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+@contextmanager
+def _unsafe_calls() -> Iterator[None]:
+    """Within, this thread may make and destroy graphs while another one captures a stream of its own."""
+    mode = ctypes.c_int(_RELAXED)
+    launch.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        launch.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 @contextmanager
@@ -82,11 +168,11 @@ def recording() -> Iterator[Recording]:
         here.recording = before
 
 
-def put(device: int, name: str, step: Callable[[], Any]) -> None:
+def put(device: int, stream: int, name: str, step: Callable[[], Any]) -> None:
     """Do what neither launches a kernel nor is a product of cuBLASLt, here and whenever the call is made again."""
     step()
     if launch.here.recording is not None:
-        launch.here.recording.add(device, name, step)
+        launch.here.recording.add(device, stream, name, step)
 
 
 def spoil() -> None:
