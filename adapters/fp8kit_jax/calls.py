@@ -34,9 +34,9 @@ from fp8kit.formats import DTYPES
 from fp8kit.spec import Meta
 
 TARGET, LAST = "fp8kit.run", "fp8kit.last"
-# whether XLA may record calls into CUDA graphs. A replay runs no Python: what it decides (plans, the algorithms that are timed) would be
-# that of the first call. ``tests/adapters/jax/graphs.py`` is the experiment that settles it.
-GRAPHS = False
+# whether XLA may record calls into CUDA graphs: on an H200 replays gave every bit that calls gave (``tests/adapters/jax/graphs.py``). A
+# replay runs no Python: what that decides (plans, the algorithms that are timed) is what it was when XLA recorded.
+GRAPHS = True
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}  # XLA's name -> kind of device
 _ENVIRONMENT_BYTES = 64  # fenv_t has at most 32 bytes on the platforms that JAX serves
 

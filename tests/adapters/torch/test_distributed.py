@@ -17,7 +17,7 @@ CASES = ["ddp", "single", "ddp_recompute", "groups", "sharded", "sharded_parts",
 
 
 def work(tmp_path, place):
-    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.adapters.torch.distributed_worker"]
     workers = [subprocess.Popen([*command, str(rank), str(WORLD), str(tmp_path), place], cwd=ROOT, env=env, stdout=subprocess.PIPE,
