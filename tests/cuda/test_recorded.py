@@ -132,6 +132,19 @@ def test_work_beside_kernels_is_no_graph(aside: _Stream, monkeypatch: pytest.Mon
     assert (aside.begun, len(driver.launches)) == (0, 5)
 
 
+def test_what_cannot_be_captured_goes_on_step_by_step(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+
+    def broken() -> Any:
+        raise RuntimeError("capture is broken")
+
+    monkeypatch.setattr(aside, "end_capture", broken)
+    made = two_launches(kernel, 0)
+    for _ in range(4):
+        made()
+    assert (aside.begun, len([entry for entry in driver.launches if entry[3] == 0])) == (1, 10)
+
+
 def test_graphs_are_bounded(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, driver = fake("q", monkeypatch)
     monkeypatch.setattr(recorded, "MOST_GRAPHS", recorded._graphs)
@@ -160,6 +173,7 @@ SPOILT = {
     "another device": lambda kernel: recorded.put(1, 0, "note", lambda: None),
     "another stream": lambda kernel: recorded.put(0, 7, "note", lambda: None),
     "a recording within": lambda kernel: recorded.recording().__enter__(),
+    "a recorded call within": lambda kernel: recorded.Recording()(),
     "an allocation": lambda kernel: arrays.provider(Device("cuda")).alloc(8, Device("cuda")),
 }
 

@@ -6,9 +6,9 @@ device goes through ``put`` or says ``spoil``. A call that comes again and again
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +18,8 @@ from typing import Any
 
 from fp8kit.backends.cuda import launch
 from fp8kit.errors import BackendError
+
+log = logging.getLogger("fp8kit")
 
 OFTEN = 8  # times that a call comes again before it becomes a graph, which takes as long as some dozens of launches
 MOST_GRAPHS = 4096  # of a process: each takes some memory of the device
@@ -80,6 +82,8 @@ class Recording:
 
     def __call__(self) -> None:
         """Do it again. BackendError where the driver or a library refuses."""
+        if launch.here.recording is not None:  # a call within a call: what it does is not told
+            launch.here.recording.whole = False
         current = launch.launcher()[1]
         if current is not None and current() != self.device:
             with launch.current_device(self.device):
@@ -104,20 +108,21 @@ class Recording:
             self._capture()
 
     def _capture(self) -> None:
-        """Make the steps a graph."""
+        """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself is done."""
         global _graphs
         with _graphing, _unsafe_calls():
             if self._graph is not None or _graphs >= MOST_GRAPHS:
                 return
             aside = _aside(self.device)
-            aside.begin_capture()
             try:
-                statuses = [moved(aside.ptr) for moved in self._moved if moved is not None]
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    aside.end_capture()
-                raise
-            graph = aside.end_capture()
+                aside.begin_capture()
+                try:
+                    statuses = [moved(aside.ptr) for moved in self._moved if moved is not None]
+                finally:
+                    graph = aside.end_capture()
+            except (RuntimeError, BackendError) as error:
+                log.debug("%s: no graph: %s", ", ".join(self._names), error)
+                return
             if not any(statuses):
                 _graphs += 1
                 self._kept.append(graph)
