@@ -33,10 +33,8 @@ from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.formats import DTYPES
 from fp8kit.spec import Meta
 
-TARGET, LAST = "fp8kit.run", "fp8kit.last"
-# whether XLA may record calls into CUDA graphs: on an H200 replays gave every bit that calls gave (``tests/adapters/jax/graphs.py``). A
-# replay runs no Python: what that decides (plans, the algorithms that are timed) is what it was when XLA recorded.
-GRAPHS = True
+# RECORDED is the same call, which XLA may record into a CUDA graph
+TARGET, RECORDED, LAST = "fp8kit.run", "fp8kit.run_recorded", "fp8kit.last"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}  # XLA's name -> kind of device
 _ENVIRONMENT_BYTES = 64  # fenv_t has at most 32 bytes on the platforms that JAX serves
 
@@ -190,12 +188,20 @@ _lock = threading.Lock()
 Step = Callable[[Sequence[int], int], None]
 
 
+def target(deterministic: bool) -> str:
+    """Name of the call of a program. Under ``fk.deterministic`` XLA may record it: a replay gives every bit that a call gives, which
+    ``tests/adapters/jax/graphs.py`` finds out on a GPU. Elsewhere it may not: while it records no product can be timed, so that large ones
+    would go on with the first algorithm (5 % of a layer of hidden 4096)."""
+    return RECORDED if deterministic else TARGET
+
+
 def serve(prepare: Callable[[str, Device], Step]) -> None:
-    """Register ``fp8kit.run`` on every platform, once a process. ``prepare(text, device)`` gives ``step(pointers, stream)``."""
+    """Register both calls on every platform, once a process. ``prepare(text, device)`` gives ``step(pointers, stream)``."""
     with _lock:
         for platform, kind in PLATFORMS.items():
             if platform not in _ready:
-                _register(TARGET, _receiver(prepare, kind), ["low", "high", "text"], platform, GRAPHS)
+                for name in (TARGET, RECORDED):
+                    _register(name, _receiver(prepare, kind), ["low", "high", "text"], platform, name == RECORDED and platform == "gpu")
                 _register(LAST, lambda *tensors: None, [], platform)
                 _ready.add(platform)
                 if len(_ready) == 1:

@@ -132,7 +132,8 @@ def _lower(ctx: Any, *operands: Any, program: Program, platform: str) -> Any:
     temporaries = program.scratch(program.plan(DEVICES[platform]))
     avals = [jax.core.ShapedArray(meta.shape, meta.dtype.numpy) for _, meta in temporaries]
     inner = ctx.replace(avals_out=[*ctx.avals_out, *avals])
-    found = jax.ffi.ffi_lowering(calls.TARGET)(inner, *operands, **calls.attributes(program.text(temporaries)))
+    lower = jax.ffi.ffi_lowering(calls.target(program.policy.deterministic))
+    found = lower(inner, *operands, **calls.attributes(program.text(temporaries)))
     return found[: len(ctx.avals_out)]
 
 

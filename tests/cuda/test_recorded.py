@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -260,6 +263,32 @@ def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPat
 def test_only_the_engines_own_kernels_are_recorded() -> None:
     assert replays(dispatch.kernels(arrays.CPU)) is None
     assert replays(types.SimpleNamespace(**vars(dispatch.kernels(arrays.CPU)))) is None
+
+
+_PROGRAM = """
+import numpy as np
+import fp8kit as fk
+from fp8kit import nn
+from fp8kit.backends.cuda import recorded
+
+recorded.OFTEN = 2
+layer = nn.Linear(64, 128, device="cuda")
+x = fk.tensor(np.ones((32, 64), np.float32), device="cuda")
+for step in range(40):
+    with fk.autocast():
+        y = layer(x)
+    y.backward(y.view)
+    del y
+    layer.zero_grad()
+print(recorded._graphs > 0)
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_with_recordings_ends_silently() -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 def _ours(x: Any, amax: Any, tile: Any, stream: int) -> None:

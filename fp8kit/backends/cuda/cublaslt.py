@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 import threading
 import weakref
 from dataclasses import dataclass
@@ -263,14 +262,15 @@ class Bound:
     It has a descriptor of its own, since the plan's has the addresses of whoever ran last.
     """
 
-    __slots__ = ("_before", "_behind", "_description", "_matmul", "_plan")
+    __slots__ = ("__weakref__", "_before", "_behind", "_matmul", "_plan")
 
     def __init__(self, plan: Plan, arguments: tuple[int, ...]) -> None:
         a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream = arguments
         first, second, result = plan._layouts
         self._plan, self._matmul = plan, plan._matmul
-        self._description = plan.description(a_scale, b_scale, bias)
-        self._before = (plan._handle, self._description, plan._alpha, b, first, a, second, plan._beta, out, result, out, result)
+        description = plan.description(a_scale, b_scale, bias)
+        weakref.finalize(self, plan._lt.matmul_desc_destroy, description).atexit = False
+        self._before = (plan._handle, description, plan._alpha, b, first, a, second, plan._beta, out, result, out, result)
         self._behind = (workspace, workspace_bytes, stream)
 
     def __call__(self) -> None:
@@ -285,10 +285,6 @@ class Bound:
             self._matmul(*self._before, self._plan.algorithm, *self._behind[:2], stream)
         except RuntimeError as error:
             raise self._plan.refused(error) from error
-
-    def __del__(self) -> None:
-        if hasattr(self, "_description") and not sys.is_finalizing():
-            self._plan._lt.matmul_desc_destroy(self._description)
 
 
 @functools.lru_cache(KEPT)

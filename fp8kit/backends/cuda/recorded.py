@@ -11,6 +11,7 @@ import functools
 import logging
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,7 +48,7 @@ class Recording:
     A step is done by ``()``; on a stream to capture by a function of that, where there is one. Both give the driver's status, or None.
     """
 
-    __slots__ = ("_calls", "_graph", "_kept", "_moved", "_names", "device", "steps", "stream", "whole")
+    __slots__ = ("__weakref__", "_calls", "_graph", "_kept", "_moved", "_names", "device", "steps", "stream", "whole")
 
     def __init__(self) -> None:
         self.device = self.stream = -1
@@ -125,16 +126,16 @@ class Recording:
                 return
             if not any(statuses):
                 _graphs += 1
-                self._kept.append(graph)
                 self._graph = partial(launch.runtime().graphLaunch, graph.graphExec, self.stream)
+                weakref.finalize(self, _drop, [graph]).atexit = False
 
-    def __del__(self) -> None:
-        global _graphs
-        if getattr(self, "_graph", None) is not None and _unsafe_calls is not None:  # None when the interpreter ends
-            _graphs -= 1
-            with _unsafe_calls():
-                self._graph = None
-                self._kept.clear()
+
+def _drop(graph: list[Any]) -> None:
+    """Destroy a graph, to which nothing but the list refers."""
+    global _graphs
+    _graphs -= 1
+    with _unsafe_calls():
+        graph.clear()
 
 
 @functools.cache

@@ -76,7 +76,7 @@ def step(state, given):
 def runs(target: str):
     """Results of both ways under a target, and how often the counted handler ran in each way."""
     global ran
-    before, calls.TARGET = calls.TARGET, target
+    before, calls.target = calls.target, lambda deterministic: target
     try:
         with fk.deterministic():
             state, given = problem()
@@ -92,7 +92,7 @@ def runs(target: str):
             counts.append(ran)
             return results, scanned, counts
     finally:
-        calls.TARGET = before
+        calls.target = before
 
 
 def first_difference(got, want):

@@ -23,6 +23,11 @@ from fp8kit.testing.compare import assert_same_bits, relative_error
 
 K, ROWS, STEPS = 32, 16, 3
 PLACE = torch.device("cpu")  # of this process; ``main`` says
+# By how much what two processes compute may be off (2-norm) from what one does with all rows. On a CPU: float32 sums in another order, and
+# once in a while a code of FP8 that falls on the other side because of them. On a GPU sums keep 14 bits, in an order that depends on the
+# number of rows: a relative 2^-13, which moves one E5M2 code in 2^11 by 2^-2 of it, 2^-7.5 of them all; twice that is allowed.
+APART = {"cpu": 1e-4, "cuda": 2.0**-6.5}
+AMAX_APART = {"cpu": 1e-3, "cuda": 2.0**-6.5}
 
 
 def model():
@@ -106,17 +111,17 @@ def single(rank, world):
         wrapped = DistributedDataParallel(net) if how == "ddp" else net
         own = torch.tensor(train(wrapped, torch.optim.SGD(net.parameters(), lr=0.1 / gain), rank, recipe, gain), device=PLACE)
         dist.all_reduce(own)
-        # float32 sums in another order, and once in a while a code of FP8 that falls on the other side because of them
-        assert relative_error(own.cpu() / world, torch.tensor(losses)) < 1e-4, how
+        assert relative_error(own.cpu() / world, torch.tensor(losses)) < APART[PLACE.type], how
         for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
             whole = p.full_tensor() if how == "fsdp" else p
-            assert relative_error(whole.detach().cpu(), q.detach().cpu()) < 1e-4, (how, name)
+            assert relative_error(whole.detach().cpu(), q.detach().cpu()) < APART[PLACE.type], (how, name)
         for (name, state), (_, other) in zip(states(net), states(alone), strict=True):
             same_everywhere(name, state.scale)
             # a process's loss is the mean of its own rows: its gradients are ``world`` times those of the mean of all rows
             times = 1 if state.scale.numel() % 3 == 0 else world
-            assert relative_error(state.scale.cpu() * torch.where(state.scale.cpu() == 1, 1, times), other.scale.cpu()) < 1e-3, (how, name)
-            assert relative_error(state.amax_history.cpu() / times, other.amax_history.cpu()) < 1e-3, (how, name)
+            scale, apart = state.scale.cpu(), AMAX_APART[PLACE.type]
+            assert relative_error(scale * torch.where(scale == 1, 1, times), other.scale.cpu()) < apart, (how, name)
+            assert relative_error(state.amax_history.cpu() / times, other.amax_history.cpu()) < apart, (how, name)
 
 
 def held_in_fp8(rank, world):
