@@ -50,11 +50,13 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
 
     Raises FormatError for a dtype, scaling, rounding, scale or format that does not fit, ShapeError for a scale of another shape.
     """
-    kind = str(getattr(x, "dtype", "float32")).rpartition(".")[2]  # of any library
-    if kind not in _FLOATS:  # here, not by as_view: of the dtypes that arrays may have this takes few
-        raise FormatError(expected("quantize", "x", kind, f"one of {', '.join(_FLOATS)}"))
-    view = arrays.as_view(x, "quantize", "x")
-    if not view.dtype.floating:
+    try:
+        view = arrays.as_view(x, "quantize", "x")
+    except FormatError:
+        if not hasattr(x, "dtype"):
+            raise
+        raise FormatError(expected("quantize", "x", x.dtype, f"one of {', '.join(_FLOATS)}")) from None
+    if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few
         raise FormatError(expected("quantize", "x", view.dtype.name, f"one of {', '.join(_FLOATS)}"))
     if not isinstance(format, Format):
         raise FormatError(expected("quantize", "format", shown(format), "a fp8kit Format such as E4M3"))

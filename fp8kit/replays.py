@@ -23,7 +23,9 @@ class Replays:
     """
 
     LIMIT = 1024  # beyond so many all is forgotten
+    MOST = 16384  # of all plans of the process, some kB each; beyond so many nothing more is recorded until plans go
     PATIENCE = 64  # unknown calls in a row; where addresses never come again, only one of so many is recorded from there on
+    kept = 0  # by the process
     __slots__ = ("found", "recorder", "unknown")
 
     def __init__(self, recorder: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -39,15 +41,24 @@ class Replays:
             found()
             return
         self.unknown += 1
-        if self.unknown > self.PATIENCE and self.unknown % self.PATIENCE:
+        if Replays.kept >= self.MOST or (self.unknown > self.PATIENCE and self.unknown % self.PATIENCE):
             function(*arguments)
             return
         with self.recorder() as made:
             function(*arguments)
         if made.whole:
             if len(self.found) >= self.LIMIT:
-                self.found.clear()
+                self.forget()
             self.found[key] = made
+            Replays.kept += 1
+
+    def forget(self) -> None:
+        """Know no call any more."""
+        Replays.kept -= len(self.found)
+        self.found.clear()
+
+    def __del__(self) -> None:
+        type(self).kept -= len(self.found)
 
 
 def replays(kernels: Any) -> Replays | None:

@@ -23,6 +23,7 @@ HostArray = np.ndarray[Any, Any]
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 FIELDS = ("scale", "scale_inv", "amax_history")
+_FEW = 64  # states
 _LEAST, _MOST = map(np.float32, DELAYED_SCALES)
 
 
@@ -216,7 +217,7 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
     for device, there in parts.items():
         on = arrays.current_stream(device) if stream is None else stream(device)
         kernels = dispatch.kernels(device)
-        again = getattr(kernels, "again", None)
+        again = getattr(kernels, "again", None) if len(there) <= _FEW else None  # many cost their look-up more than they save
         scales, inverses, histories = zip(*there, strict=True)
         given = (scales, inverses, histories, [fp8_max] * len(there), recipe.margin, most_recent, on)
         if again is None:

@@ -12,6 +12,7 @@ FP8KIT_ALLOW_VENDORS         comma-separated vendors that may be used (all)
 FP8KIT_DENY_VENDORS          comma-separated vendors that may not be used (none)
 FP8KIT_PER_OP                order for single kernels: ``gemm=impl:cuda.gemm|reference;amax=reference`` (none)
 FP8KIT_PLUGIN_MODULES        comma-separated modules whose ``register(registry)`` is called, besides installed plugins (none)
+FP8KIT_REPLAYS               0: go through every call anew, none is done again from a recording; to find faults (1)
 FP8KIT_LOG_LEVEL             DEBUG, INFO, WARNING or ERROR for the logger "fp8kit" (as the program's logging says)
 ===========================  ================================================================================
 
@@ -37,7 +38,7 @@ _ALIASES = {f"FP8KIT_{name}": f"TE_FL_{name}" for name in ("PREFER", "STRICT", "
 _ALIASES["FP8KIT_LOG_LEVEL"] = "TEFL_LOG_LEVEL"
 # all of ours; PROPERTIES is of this project's own tests
 _NAMES = ("CACHE_DIR", "DETERMINISTIC", "DEVICE", "PREFER", "STRICT", "ALLOW_VENDORS", "DENY_VENDORS", "PER_OP", "PLUGIN_MODULES",
-          "LOG_LEVEL", "PROPERTIES")
+          "REPLAYS", "LOG_LEVEL", "PROPERTIES")
 KIND_ALIASES = {"flagos": "default"}
 _KINDS = ("default", "vendor", "reference")
 
@@ -54,8 +55,8 @@ def _text(name: str, default: str = "") -> str:
     return os.environ.get(_source(name), default).strip()
 
 
-def _flag(name: str) -> bool:
-    value = _text(name, "0").lower()
+def _flag(name: str, default: str = "0") -> bool:
+    value = _text(name, default).lower()
     if value not in ("0", "1", "", "true", "false"):
         raise Fp8kitError(expected("environment", _source(name), repr(value), "0 or 1"))
     return value in ("1", "true")
@@ -77,6 +78,11 @@ def cache_dir() -> Path:
 def deterministic() -> bool:
     """Whether the process starts in deterministic mode."""
     return _flag("FP8KIT_DETERMINISTIC")
+
+
+def replays() -> bool:
+    """Whether known calls are done again from recordings; read when kernels are chosen."""
+    return _flag("FP8KIT_REPLAYS", "1")
 
 
 def device() -> str:
@@ -140,11 +146,12 @@ def log_level() -> str | None:
 
 
 def warn(vendors: Collection[str]) -> None:
-    """Log a warning for each variable that begins like ours and is none, and for vendors to allow or deny that are none of ``vendors``."""
+    """Log a warning for each variable that is nearly one of ours, and for vendors to allow or deny that are none of ``vendors``."""
     for name in sorted(os.environ):
         head, _, rest = name.partition("_")
         if head == "FP8KIT" and rest not in _NAMES:
-            log.warning("%s is no variable that fp8kit reads%s", name, meant(rest, _NAMES))
+            near = meant(rest, _NAMES)  # a plugin may have variables of its own
+            log.log(logging.WARNING if near else logging.DEBUG, "%s is no variable that fp8kit reads%s", name, near)
     known = {vendor.casefold() for vendor in vendors}
     for name in ("FP8KIT_ALLOW_VENDORS", "FP8KIT_DENY_VENDORS"):
         for vendor in sorted(each for each in _names(name) if each.casefold() not in known):

@@ -107,7 +107,6 @@ class _Short(torch.autograd.Function):
 
 
 _back_once = torch.autograd.function.once_differentiable(_Short.backward)
-_apply_short = super(torch.autograd.Function, _Short).apply  # type: ignore[misc]  # what _Short.apply comes to outside of torch.func
 
 
 class Prepared(NamedTuple):
@@ -122,7 +121,7 @@ class Prepared(NamedTuple):
         ready, tensors, wanted = self
         outputs: Sequence[Tensor]
         if wanted:
-            outputs = (_Short.apply if torch._C._are_functorch_transforms_active() else _apply_short)(ready, wiring, fused, *tensors)
+            outputs = _Short.apply(ready, wiring, fused, *tensors)
         else:
             made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
             outputs = [*made, *(tensors[i] for i in ready.through)]

@@ -105,9 +105,9 @@ class Block:
 
     def kept_at(self, device: Device, stream: int) -> int:
         """Address of the thread's memory for these temporaries, 0 for none; -1 where they lie elsewhere at each call (see ``room``)."""
-        if not self.parts:
-            return 0
-        return -1 if device.kind == "cpu" or torch.cuda.is_current_stream_capturing() else _SCRATCH.room(self.size, device, stream).ptr
+        if device.kind == "cpu" or torch.cuda.is_current_stream_capturing():
+            return -1
+        return _SCRATCH.room(self.size, device, stream).ptr if self.parts else 0
 
     def room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
         """Buffers for one operation's temporaries on ``stream``, not to be changed. ``kept``: those in the thread's ``fp8kit.scratch``; but

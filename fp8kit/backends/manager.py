@@ -318,7 +318,7 @@ def _again(ranked: Mapping[str, list[OpImpl]]) -> Replays | None:
     if len(names) != 1 or not names <= IN_TREE.keys():
         return None
     engine = importlib.import_module(f"fp8kit.backends.{names.pop()}")
-    if not hasattr(engine, "recorder"):
+    if not hasattr(engine, "recorder") or not settings.replays():
         return None
     own = all(getattr(impl.fn, "func", impl.fn) is engine.implementation(name) for name, usable in ranked.items() for impl in usable)
     return Replays(engine.recorder) if own else None

@@ -143,13 +143,13 @@ class GradScaler:
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` on the gradients without the factor; where one of them is Inf or NaN nothing changes and no step counts."""
         _optimizer("step", optimizer)
-        taking = optimizer.taking()  # what the step refuses it refuses here, before anything is noted of it
+        taking = optimizer.taking()  # what the step refuses it refuses here, before anything is noted of it; it may be a user's own
         found = None
         if self.enabled:
             found = self._found.get(optimizer)  # once an update
             found = self._look(optimizer, taking, False) if found is None else found
         by = None if found is None or optimizer in self._unscaled else self._views["inv_scale"]
-        optimizer.make_step(taking, by, found)
+        optimizer.step(by, found)
 
     def update(self) -> None:
         """The factor for the next step, from what the steps since the last update found. Without a step nothing changes."""

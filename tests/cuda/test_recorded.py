@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fp8kit as fk
-from fp8kit import arrays
+from fp8kit import arrays, settings
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import cublaslt, launch, recorded
@@ -101,7 +101,7 @@ def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: py
     graphs: list[tuple[int, int]] = []
     calls = types.SimpleNamespace(**vars(launch.runtime()), graphLaunch=lambda graph, stream: graphs.append((graph, stream)))
     monkeypatch.setattr(launch, "runtime", lambda: calls)
-    before, made = recorded._graphs, two_launches(kernel, 99)
+    before, made = len(recorded._graphed), two_launches(kernel, 99)
     made()
     assert not aside.begun
     made()  # the second time is often, here: done as before, then captured
@@ -111,9 +111,10 @@ def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: py
     assert [entry[:3] + entry[4:] for entry in captured] == [entry[:3] + entry[4:] for entry in driver.launches[:2]]
     made()
     assert (len(driver.launches), graphs) == (8, [(501, 99)])
-    assert recorded._graphs == before + 1
+    assert len(recorded._graphed) == before + 1
+    assert not made.steps
     del made
-    assert recorded._graphs == before
+    assert len(recorded._graphed) == before
 
 
 def test_what_is_captured_already_is_not_made_a_graph_of_its_own(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,7 @@ def test_what_cannot_be_captured_goes_on_step_by_step(aside: _Stream, monkeypatc
 
 def test_graphs_are_bounded(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, driver = fake("q", monkeypatch)
-    monkeypatch.setattr(recorded, "MOST_GRAPHS", recorded._graphs)
+    monkeypatch.setattr(recorded, "MOST_GRAPHS", len(recorded._graphed))
     made = two_launches(kernel, 0)
     for _ in range(4):
         made()
@@ -205,6 +206,8 @@ def test_an_error_within_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_product_again_has_its_own_addresses(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(launch, "launcher", lambda: (None, None))
+    monkeypatch.setattr(launch, "here", launch.Here())
+    launch.here.room = types.SimpleNamespace()  # type: ignore[assignment]
     destroyed: list[int] = []
     library.matmul_desc_destroy = destroyed.append  # type: ignore[attr-defined]
     plan = cublaslt.Plan(KEY, 0)
@@ -260,6 +263,28 @@ def test_what_never_comes_again_is_hardly_recorded(monkeypatch: pytest.MonkeyPat
     assert known.unknown == 0
 
 
+def test_all_plans_together_keep_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, _ = fake("q", monkeypatch)
+    before = Replays.kept
+    monkeypatch.setattr(Replays, "MOST", before + 3)
+    one, other = Replays(recorded.recording), Replays(recorded.recording)
+    for number in range(2):
+        one.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
+        other.run((number,), launch.launch, kernel, 1, 32, (number,), 0)
+    assert (len(one.found), len(other.found)) == (2, 1)
+    del one
+    other.run((7,), launch.launch, kernel, 1, 32, (7,), 0)
+    assert len(other.found) == 2
+    other.forget()
+    assert Replays.kept == before
+
+
+def test_recordings_can_be_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings.replays()
+    monkeypatch.setenv("FP8KIT_REPLAYS", "0")
+    assert not settings.replays()
+
+
 def test_only_the_engines_own_kernels_are_recorded() -> None:
     assert replays(dispatch.kernels(arrays.CPU)) is None
     assert replays(types.SimpleNamespace(**vars(dispatch.kernels(arrays.CPU)))) is None
@@ -280,7 +305,7 @@ for step in range(40):
     y.backward(y.view)
     del y
     layer.zero_grad()
-print(recorded._graphs > 0)
+print(len(recorded._graphed) > 0)
 """
 
 

@@ -202,3 +202,23 @@ def test_who_needs_what_is_not_installed_names_the_extra(absent, body):
     code = REFUSED.format(absent=absent, body=body)
     done = subprocess.run([sys.executable, "-c", code], cwd=source.ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == WANTED[absent, body], done.stderr
+
+
+def test_what_reaches_a_device_is_recorded_or_says_so():
+    """A call of the runtime that puts work on a stream, in an engine whose calls are done again from recordings (``recorded.put``): only
+    where the function says that it cannot be."""
+    import ast
+    from pathlib import Path
+
+    import fp8kit.backends.cuda as engine
+
+    spoiling = {("algorithms.py", "_times"), ("device.py", "copy")}  # the former allocates, which spoils
+    found = set()
+    for path in Path(engine.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+                names = {call.attr for call in called if isinstance(call, ast.Attribute)}
+                if names & {"memsetAsync", "memcpyAsync", "memcpyPeerAsync"}:
+                    found.add((path.name, function.name))
+    assert found == spoiling

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ import fp8kit as fk
 from fp8kit import arrays, nn, replays
 from fp8kit.autograd import rules, tensor
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import recorded
+from fp8kit.backends.cuda import launch, recorded
 from fp8kit.optim import AdamW
 
 STEPS = 8
@@ -64,6 +66,58 @@ def test_known_calls_change_no_bit(name, recipe, device, monkeypatch):
         return
     # from the third step on memory comes at the same addresses, and soon it is graphs that run
     assert len(again) >= STEPS and any(one._graph for one in again) if known else not again
+
+
+@pytest.mark.parametrize("options", [{"bias_type": "post_scale_bias"}, {"softmax_type": "learnable"}, {}], ids=["bias", "sink", "plain"])
+def test_attention_by_several_kernels(options, device):
+    """float32 takes the unfused way, which zeroes sums that its kernels add to."""
+    rng = np.random.default_rng(1)
+    kind = options.get("bias_type", "no_bias")
+    layer = nn.DotProductAttention(2, 32, softmax_type=options.get("softmax_type", "vanilla"), device=device)
+    grads = []
+    for factor in (1.0, 1.0, 3.0, 1.0, 1.0, 1.0):
+        rng = np.random.default_rng(1)
+        q, k, v = (tensor(rng.standard_normal((8, 2, 2, 32)).astype(np.float32) * np.float32(factor), device=device, requires_grad=True)
+                   for _ in range(3))
+        bias = tensor(rng.standard_normal((1, 2, 8, 8)).astype(np.float32), device=device, requires_grad=True)
+        more = {} if kind == "no_bias" else {"core_attention_bias_type": kind, "core_attention_bias": bias}
+        y = layer(q, k, v, **more)
+        y.backward(y.view)
+        grads.append([arrays.as_view(x.grad).numpy().copy() for x in (q, k, v, bias) if x.grad is not None])
+        layer.zero_grad()
+        del q, k, v, bias, y
+    assert len(grads[0]) == (4 if kind != "no_bias" else 3)
+    for later in (grads[1], *grads[3:]):
+        for one, other in zip(later, grads[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_requests_in_threads_of_their_own(device):
+    """A thread that is new, and whose every call is known."""
+    layer, found = nn.RMSNorm(64, device=device), []
+    x = tensor(np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32), device=device)
+
+    def request():
+        with fk.autograd.no_grad():
+            found.append(layer(x).numpy().copy())
+
+    for _ in range(6):
+        thread = threading.Thread(target=request)
+        thread.start()
+        thread.join()
+    assert len(found) == 6
+    for one in found[1:]:
+        np.testing.assert_array_equal(one, found[0])
+
+
+def test_calls_of_nothing(device, monkeypatch):
+    """No rows launch nothing, every time, whichever device is current."""
+    if device == "cuda":
+        launcher = launch.launcher
+        monkeypatch.setattr(launch, "launcher", lambda: (launcher()[0], lambda: 0))  # as where there are several devices
+    for layer in (nn.RMSNorm(64, device=device), nn.Linear(64, 32, device=device)):
+        for _ in range(4):
+            assert layer(tensor(np.zeros((0, 64), np.float32), device=device)).shape[0] == 0
 
 
 def test_work_beside_kernels_is_done_again(device):

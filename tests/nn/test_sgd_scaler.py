@@ -167,31 +167,6 @@ def test_scale_goes_through_the_tape_and_clipping_knows_the_factor(device):
         scaler.unscale_(SGD([half]))
 
 
-def test_a_step_of_the_scaler_looks_at_each_gradient_once(monkeypatch):
-    """Gradients are checked, and copied where they are strided, once a step, be it refused or made; a refused one is not noted."""
-    params = [tensor(draw(i, (4, 6), "float32"), requires_grad=True) for i in range(3)]
-    opt, scaler = SGD(params, lr=1.0), GradScaler(4.0)
-    scaler.scale(tensor(np.ones(1, np.float32)))
-    before = [f64(p) for p in params]
-    grads = [draw(9 + i, (6, 4), "float32").T for i in range(3)]
-    for p, g in zip(params, grads, strict=True):
-        p.grad = g
-    asked = []
-    gradient, flat = opt.gradient, opt.flat
-    monkeypatch.setattr(opt, "gradient", lambda param: asked.append(param) or gradient(param), raising=False)
-    monkeypatch.setattr(opt, "flat", lambda group: asked.append("group") or flat(group), raising=False)
-    opt.param_groups[0]["lr"] = np.ones(2, np.float32)
-    with pytest.raises(ShapeError, match="SGD: lr"):
-        scaler.step(opt)
-    assert not scaler._found
-    opt.param_groups[0]["lr"] = 1.0
-    asked.clear()
-    scaler.step(opt)
-    assert asked == ["group", *params]
-    for p, w, g in zip(params, before, grads, strict=True):
-        assert_close("step", f64(p), w - g / 4, "float32", 2.0**-22)
-
-
 def test_scaler_state_and_arguments(device):
     scaler = GradScaler(8.0, growth_interval=2)
     state = {n: v.numpy().copy() for n, v in scaler.state_dict().items()}
@@ -228,3 +203,20 @@ def test_adamw_skips_agree_with_float64(device):
         scaler.step(opt)
         scaler.update()
     assert_close("parameter", f64(param), model.w, "float32", 6 * 2.0**-24 * (np.abs(model.w) + 24 * 1e-2 * 10))
+
+
+def test_the_scaler_takes_the_optimisers_own_step():
+    """Also one that a user has written."""
+    seen = []
+
+    class Mine(SGD):
+        def step(self, inv_scale=None, found_inf=None):
+            seen.append(found_inf is not None)
+            super().step(inv_scale, found_inf)
+
+    p = tensor(np.ones(4, np.float32), requires_grad=True)
+    opt, scaler = Mine([p], lr=0.5), GradScaler(init_scale=4.0)
+    p.grad = tensor(np.full(4, 4, np.float32)).view
+    scaler.step(opt)
+    assert seen == [True]
+    np.testing.assert_array_equal(p.numpy(), np.full(4, 0.5, np.float32))

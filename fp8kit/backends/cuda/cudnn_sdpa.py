@@ -185,10 +185,6 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
     key = Key(problem, device, backward, deterministic, tuple(strides))
     room = _room(problem, backward)
     start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
-    needed = room["end"] + _PLANS(key).workspace
-    if given < needed:
-        raise BackendError(f"attention: workspace: got {given} bytes, cuDNN needs {needed} for these strides")
-
     pointers = {_UIDS[name]: view.ptr for name, view in views.items()}
     pointers[_UIDS["stats"]] = lse.ptr
     if padding is not None:
@@ -204,17 +200,22 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
             padding.clean(view.ptr, bhsd(form, view), to, _contiguous(problem, name), name in ("q", "d_o"), _size(problem, name))
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
-    recorded.put(device, stream, "attention", functools.partial(_execute, key, pointers, start + room["end"], stream))
+    step = functools.partial(_execute, key, pointers, start + room["end"], given - room["end"], stream)
+    recorded.put(device, stream, "attention", step)
 
 
-def _execute(key: Key, pointers: dict[int, int], workspace: int, stream: int) -> None:
-    """Launch the graph of a key."""
+def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
+    """Launch the graph of a key, which is made anew where it was retired. BackendError where it needs more than ``nbytes``."""
     with launch.current_device(key.device):
         handle = _handle(key.device)
         if handle.stream != stream:
             _library().set_stream(handle, stream)
-        while not _launched(_PLANS(key), pointers, workspace, handle, stream):
-            pass
+        launched = False
+        while not launched:
+            plan = _PLANS(key)
+            if nbytes < plan.workspace:
+                raise BackendError(f"attention: workspace: got {nbytes} bytes, cuDNN needs {plan.workspace} for these strides")
+            launched = _launched(plan, pointers, workspace, handle, stream)
 
 
 def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:

@@ -22,15 +22,22 @@ from fp8kit.errors import BackendError
 
 log = logging.getLogger("fp8kit")
 
-OFTEN = 8  # times that a call comes again before it becomes a graph, which takes as long as some dozens of launches
+OFTEN = 8  # times that a call comes again before it becomes a graph, which takes as long as some dozens of launches; tried as often again
 MOST_GRAPHS = 4096  # of a process: each takes some memory of the device
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _graphing = threading.Lock()
-_graphs = 0
+_graphed: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
-def _again(kernel: launch.Kernel, source: int, size: int, stream: int | None = None) -> tuple[Callable[[], int], object]:
-    """A launch of what is packed in ``size`` bytes at ``source``, on its own stream or another one, and what it reads."""
+class _Launch(partial[int]):
+    """A launch, with what it reads."""
+
+    kernel: launch.Kernel
+    memory: Any
+
+
+def _again(kernel: launch.Kernel, source: int, size: int, stream: int | None = None) -> _Launch:
+    """A launch of what is packed in ``size`` bytes at ``source``, on its own stream or another one."""
     memory = (ctypes.c_char * (size + launch.ALIGNMENT))()
     shift = -ctypes.addressof(memory) % launch.ALIGNMENT
     start = ctypes.addressof(memory) + shift
@@ -39,7 +46,9 @@ def _again(kernel: launch.Kernel, source: int, size: int, stream: int | None = N
         struct.pack_into("=Q", memory, shift + launch.STREAM_AT, stream)
     first, count = start + launch.CONFIG + 8 * kernel.table, len(kernel.parameters)
     addresses = (ctypes.c_uint64 * count)(*range(first, first + 8 * count, 8))
-    return partial(launch.launcher()[0], ctypes.c_void_p(start), kernel.handle, addresses, None), (memory, kernel)
+    made = _Launch(launch.launcher()[0], ctypes.c_void_p(start), kernel.handle, addresses, None)
+    made.kernel, made.memory = kernel, memory
+    return made
 
 
 class Recording:
@@ -56,7 +65,7 @@ class Recording:
         self.whole = True
         self._moved: list[Callable[[int], Any] | None] = []
         self._names: list[str] = []
-        self._kept: list[object] = []  # what the steps point into
+        self._kept: list[object] = []  # the kernels of the graph
         self._calls = 0
         self._graph: Callable[[], Any] | None = None
 
@@ -71,20 +80,22 @@ class Recording:
 
     def launched(self, kernel: launch.Kernel, room: launch.Room, size: int, stream: int) -> None:
         """A kernel was launched from the first ``size`` bytes of a thread's memory."""
-        step, kept = _again(kernel, ctypes.addressof(room.memory), size)
-        start: int = step.args[0].value  # type: ignore[attr-defined]
-        self._kept.append(kept)
+        step = _again(kernel, ctypes.addressof(room.memory), size)
 
         def moved(other: int) -> int:
-            step, _kept = _again(kernel, start, size, other)
-            return step()
+            return _again(kernel, step.args[0].value, size, other)()
 
         self.add(kernel.device, stream, f"launch of {kernel.name}", step, moved)
 
     def __call__(self) -> None:
         """Do it again. BackendError where the driver or a library refuses."""
-        if launch.here.recording is not None:  # a call within a call: what it does is not told
-            launch.here.recording.whole = False
+        here = launch.here
+        if here.recording is not None:  # a call within a call: what it does is not told
+            here.recording.whole = False
+        if not self._names:
+            return
+        if here.room is None:  # this thread has launched nothing yet, and has no context
+            here.room = launch.Room()
         current = launch.launcher()[1]
         if current is not None and current() != self.device:
             with launch.current_device(self.device):
@@ -94,28 +105,29 @@ class Recording:
 
     def _run(self) -> None:
         graph = self._graph
-        if graph is not None:
-            try:
+        try:
+            if graph is not None:
                 graph()
-            except RuntimeError as error:
-                raise BackendError(f"{', '.join(self._names)}: {error}") from error
-            return
-        for step in self.steps:
-            status = step()
-            if status:
-                raise BackendError(f"{self._names[self.steps.index(step)]}: {launch.error_text(status)}")
+                return
+            for i, step in enumerate(self.steps):
+                status = step()
+                if status:
+                    raise BackendError(f"{self._names[i]}: {launch.error_text(status)}")
+        except BackendError:
+            raise
+        except RuntimeError as error:
+            raise BackendError(f"{', '.join(self._names)}: {error}") from error
         self._calls += 1
-        if self._calls == OFTEN and len(self.steps) > 1 and None not in self._moved and not launch.capturing(self.stream):
+        if not self._calls % OFTEN and len(self.steps) > 1 and None not in self._moved and not launch.capturing(self.stream):
             self._capture()
 
     def _capture(self) -> None:
         """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself is done."""
-        global _graphs
         with _graphing, _unsafe_calls():
-            if self._graph is not None or _graphs >= MOST_GRAPHS:
+            if self._graph is not None or len(_graphed) >= MOST_GRAPHS:
                 return
-            aside = _aside(self.device)
             try:
+                aside = _aside(self.device)
                 aside.begin_capture()
                 try:
                     statuses = [moved(aside.ptr) for moved in self._moved if moved is not None]
@@ -123,17 +135,22 @@ class Recording:
                     graph = aside.end_capture()
             except (RuntimeError, BackendError) as error:
                 log.debug("%s: no graph: %s", ", ".join(self._names), error)
+                self._moved.append(None)  # nor will there be one
                 return
-            if not any(statuses):
-                _graphs += 1
-                self._graph = partial(launch.runtime().graphLaunch, graph.graphExec, self.stream)
-                weakref.finalize(self, _drop, [graph]).atexit = False
+            held = [graph]
+            del graph
+            if any(statuses):
+                held.clear()
+                return
+            self._graph = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
+            weakref.finalize(self, _drop, held).atexit = False
+            _graphed.add(self)
+            self._kept = [step.kernel for step in self.steps if isinstance(step, _Launch)]
+            self.steps, self._moved = [], []  # nobody comes back to them
 
 
 def _drop(graph: list[Any]) -> None:
     """Destroy a graph, to which nothing but the list refers."""
-    global _graphs
-    _graphs -= 1
     with _unsafe_calls():
         graph.clear()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from fp8kit.arrays import ArrayView, Shape
-from fp8kit.backends.cuda import attention_rules, cublaslt, launch
+from fp8kit.backends.cuda import attention_rules, cublaslt, launch, recorded
 from fp8kit.backends.cuda.attention_padding import Padding
 from fp8kit.backends.cuda.attention_problem import Problem, bhsd
 from fp8kit.backends.protocol import AttentionExtras
@@ -155,7 +155,8 @@ def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: Ar
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
     if dbias is not None:
         with launch.current_device(call.device):
-            launch.runtime().memsetAsync(call.base + cut.dbias, 0, 4 * dbias.size, stream)
+            step = functools.partial(launch.runtime().memsetAsync, call.base + cut.dbias, 0, 4 * dbias.size, stream)
+            recorded.put(call.device, stream, "memset", step)
     for tile in _tiles(problem, cut):
         rows, keys = call.queries(q, tile), call.keys(k, tile)
         upstream = call.queries(d_o, tile)

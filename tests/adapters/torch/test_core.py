@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import fp8kit_torch as ft
 import pytest
 import torch
 from fp8kit_torch.apply import apply
@@ -109,8 +110,6 @@ def test_work_goes_to_torchs_stream():
 
 @pytest.mark.gpu
 def test_a_captured_graph_updates_the_state():
-    import fp8kit_torch as ft
-
     recipe = DelayedScaling(amax_history_len=3)
     layer, x = ft.Linear(64, 64, device="cuda"), torch.randn(32, 64, device="cuda")
 
@@ -133,3 +132,20 @@ def test_a_captured_graph_updates_the_state():
     state = layer.fp8_meta["scaling_fwd"]
     same(state.amax_history[-1, 0], x.abs().max(), "the newest amax")
     same(state.scale[0], torch.tensor(448.0) / x.abs().max().cpu(), "scale")
+
+
+def test_a_tensor_that_outlived_a_transform(device):
+    """torch.func leaves a wrapper around what escapes from it, which torch.autograd.Function takes off."""
+    kept = []
+
+    def leaking(x):
+        kept.append(x * 2)
+        return kept[0].square().sum()
+
+    x = torch.randn(4, 16, device=device)
+    torch.func.grad(leaking)(x)
+    layer = ft.Linear(16, 8, device=device)
+    got, want = layer(kept[0]), layer(x * 2)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    got.sum().backward()
+    assert layer.weight.grad is not None
