@@ -20,7 +20,7 @@ TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
 # XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without LLVM's expensive passes
 XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 
-.PHONY: demo test test-gpu test-gpu2 bench info clean
+.PHONY: a-gpu demo test test-gpu test-gpu2 bench info clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -31,12 +31,13 @@ test: $(TEST)
 	$(BIN)/mypy
 	XLA_FLAGS="$(XLA)" OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
-test-gpu: $(TEST)
-	@$(if $(GPU),true,echo "make test-gpu: nvidia-smi finds no GPU" && exit 1)
+a-gpu:
+	@$(if $(GPU),true,echo "make $(MAKECMDGOALS): nvidia-smi finds no GPU" && exit 1)
+
+test-gpu: a-gpu $(TEST)
 	$(BIN)/python -m pytest -m gpu
 
-test-gpu2: $(TEST)
-	@$(if $(GPU),true,echo "make test-gpu2: nvidia-smi finds no GPU" && exit 1)
+test-gpu2: a-gpu $(TEST)
 	$(BIN)/python -m pytest -m gpu2
 
 bench: $(DEMO)

@@ -105,9 +105,11 @@ class Checkpoint:
         serialization.sweep(self.path)
         state, said = serialization.read(self.path)
         if said.get("fp8kit") != KIND:
-            raise CheckpointError(expected("resume", str(self.path), f"a file of kind {said.get('fp8kit')!r}", f"{KIND!r}"))
+            raise CheckpointError(expected("resume", str(self.path), "a file that holds no training", f"one of kind {KIND!r}"))
         if unlike := differences(said, self.identity):
             cure = "the same options continue it, another folder starts anew"
+            if any(name.startswith("steps:") for name in unlike):
+                cure += "; the learning rate follows the number of steps, so that a training cannot be made longer"
             raise CheckpointError(f"resume: {self.path} is of another training: {'; '.join(unlike[:8])}; {cure}")
         try:
             self.bundle.load_state_dict(state)

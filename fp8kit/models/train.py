@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -70,6 +71,9 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
         if kept is None:
             raise Fp8kitError(expected("train", "keep", None, "the file to resume from"))
         kept.load()
+        there = f"step {len(run.losses)} of {preset.steps}"
+        end = "is complete: nothing is left to do" if len(run.losses) == preset.steps else f"continues after {there}"
+        print(f"{label}: {end}", file=sys.stderr if stream is None else stream)
     progress = Progress(label, preset.steps, "tokens", stream)
     share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
     pending: list[list[Tensor]] = []
