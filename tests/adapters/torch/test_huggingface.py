@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 from accelerate import Accelerator
-from fp8kit_torch import autocast, convert, revert
+from fp8kit_torch import autocast, checkpoint_contexts, convert, revert
 from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
 from fp8kit_torch.optimizers import FusedAdam
 from transformers import (
@@ -102,6 +102,22 @@ def test_trainer_trains_in_fp8(name, tmp_path, products):
     assert all(abs(a - b) < 0.1 * b for a, b in zip(losses, plain, strict=True))
     assert losses != plain
     assert all(float(m.fp8_meta["scaling_fwd"].scale[0]) != 1 for m in linears)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trainers_gradient_checkpointing_recomputes_in_fp8(name, tmp_path, products):
+    options = {"output_dir": str(tmp_path), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
+               "use_cpu": True, "save_strategy": "no", "learning_rate": 1e-2, "disable_tqdm": True, "seed": 1}
+    contexts = {"gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False, "context_fn": checkpoint_contexts}}
+    losses, counts = [], []
+    for further in ({}, contexts):
+        products.clear()
+        losses.append(losses_of(Fp8Trainer(convert(make(name)), TrainingArguments(**options, **further), train_dataset=batches())))
+        counts.append(len(products))
+    assert losses[0] == losses[1]
+    inner = (MODELS[name][2] - (2 if name == "bert" else 1)) // LAYERS  # linear layers of a block, which is what is recomputed
+    assert counts[1] - counts[0] == inner * LAYERS * STEPS
 
 
 @pytest.mark.parametrize("name", MODELS)

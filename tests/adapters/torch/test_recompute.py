@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from fp8kit_torch import CudaRNGStatesTracker, LayerNormMLP, Linear, autocast, checkpoint
+from fp8kit_torch import CudaRNGStatesTracker, LayerNormMLP, Linear, autocast, checkpoint, checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
@@ -45,6 +48,9 @@ class Net(torch.nn.Module):
         if self.how == "nested":
             inner = lambda t: checkpoint(self.block, t, first=first, use_reentrant=False)  # noqa: E731
             return checkpoint(lambda t: inner(inner(t).tanh()), x, use_reentrant=False)
+        if self.how == "torch":
+            own = functools.partial(torch_checkpoint, use_reentrant=False, context_fn=checkpoint_contexts)
+            return own(self.block, own(self.block, x, first=first).tanh(), first=first)
         reentrant = self.how == "reentrant"
         x = checkpoint(self.block, x, first=first, use_reentrant=reentrant)
         return checkpoint(self.block, x.tanh(), first=first, use_reentrant=reentrant)
@@ -69,7 +75,7 @@ def steps(place, recipe, inside, how, micro, walks=1):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize("how", ["reentrant", "other", "nested"])
+@pytest.mark.parametrize("how", ["reentrant", "other", "nested", "torch"])
 def test_same_bits(place, recipe, inside, how):
     wanted = steps(place, recipe, inside, None, False)
     got = steps(place, recipe, inside, how, False)
@@ -79,14 +85,14 @@ def test_same_bits(place, recipe, inside, how):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", ["other", "nested"])
+@pytest.mark.parametrize("how", ["other", "nested", "torch"])
 def test_a_retained_graph_is_recomputed_each_time(place, recipe, how):
     wanted, got = (steps(place, recipe, False, way, False, walks=2) for way in (None, how))
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert_same_bits(f"result {i}", a, b)
 
 
-@pytest.mark.parametrize("how", ["reentrant", "other"])
+@pytest.mark.parametrize("how", ["reentrant", "other", "torch"])
 def test_cached_weights_are_those_of_the_first_pass(place, how):
     for i, (a, b) in enumerate(zip(steps(place, "delayed", False, how, True), steps(place, "delayed", False, None, True), strict=True)):
         assert_same_bits(f"result {i}", a, b)
