@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from fp8kit_torch import CudaRNGStatesTracker, LayerNormMLP, Linear, autocast, checkpoint, checkpoint_contexts
+from fp8kit_torch import CudaRNGStatesTracker, GroupedLinear, LayerNormMLP, Linear, autocast, checkpoint, checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fp8kit.errors import AutogradError, Fp8kitError
@@ -23,6 +23,13 @@ RECIPES = {"delayed": DelayedScaling(amax_history_len=3), "current": Float8Curre
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request):
     return request.param
+
+
+class Split(GroupedLinear):
+    """With 8 rows a group."""
+
+    def forward(self, x):
+        return super().forward(x, [8, 8])
 
 
 class Net(torch.nn.Module):
@@ -133,6 +140,24 @@ def test_it_keeps_the_input_alone(place):
         return sum(sizes)
 
     assert saved(lambda x: checkpoint(layer, x)) <= x.numel() * 4 < saved(layer)
+
+
+@pytest.mark.parametrize("make", [lambda d: LayerNormMLP(K, 64, device=d), lambda d: Split(2, K, 64, device=d)], ids=["mlp", "grouped"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_torchs_own_reentrant_one_is_refused_where_it_would_leave_fp8(place, recipe, make):
+    """Its second pass runs outside of the autocast: gradients of another pass than the one that gave the loss."""
+    layer, x = make(place), torch.randn(16, K, device=place, requires_grad=True)
+    with autocast(recipe=RECIPES[recipe]):
+        y = torch_checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(AutogradError, match=r": autocast: got none in the second pass of torch\.utils\.checkpoint"):
+        y.sum().backward()
+    with torch.no_grad(), autocast(recipe=RECIPES[recipe]):
+        layer(x)
+    layer(x).sum().backward()  # FP8 in evaluation, and training in high precision
+    plain = x.grad.clone()
+    x.grad = None
+    torch_checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert_same_bits("dx", x.grad.cpu().numpy(), plain.cpu().numpy())
 
 
 def test_compiled_it_says_what_it_does_not_do(place):
