@@ -44,7 +44,7 @@ from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.padding import Fp8Padding, Fp8Unpadding
 from fp8kit_torch.quantized import Float8Tensor, QuantizedTensor, fp8_model_init, quantized_model_init
-from fp8kit_torch.recompute import checkpoint
+from fp8kit_torch.recompute import checkpoint, checkpoint_contexts
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from fp8kit_torch.te_later import get_cpu_offload_context, mark_not_offload, missing, onnx_export
@@ -81,6 +81,7 @@ __all__ = [
     "as_view",
     "autocast",
     "checkpoint",
+    "checkpoint_contexts",
     "convert",
     "cross_entropy",
     "dropout_add",

@@ -14,6 +14,8 @@ from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, 
 from fp8kit.layers import CONSTRUCTOR, FORWARD
 from fp8kit_torch.checks import shown, tensor
 
+_FLOATS = ("float32", "bfloat16", "float16")  # what a layer computes in
+
 
 def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """TypeError for arguments that are not in ``table``, NotImplementedError for values that are not the supported one."""
@@ -61,16 +63,46 @@ def brings(module: torch.nn.Module) -> bool:
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
-def want_parameters(operation: str, parameters: Mapping[str, Tensor | None], x: Tensor) -> None:
-    """BackendError or FormatError for a parameter on another device or of another dtype than x, the dtype where nothing is cast."""
+def want_parameters(operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, cast: bool = True) -> None:
+    """BackendError or FormatError where a parameter is on another device or of another dtype than x; ``cast``: the dtype only where
+    ``torch.autocast`` casts neither."""
     device, dtype = x.device, x.dtype
-    for name, own in parameters.items():
-        if own is None or (own.dtype is dtype and own.device == device):
-            continue
-        if own.device != device:
-            raise BackendError(expected(operation, name, f"device {own.device}", f"device {device}, as inp"))
-        if autocast_dtype(x) is None:
-            raise FormatError(expected(operation, name, own.dtype, f"{dtype}, as inp"))
+    if all(own is None or (own.dtype is dtype and own.device == device) for own in parameters.values()):
+        return
+    there = {name: own for name, own in parameters.items() if own is not None}
+    if any(own.device != device for own in there.values()):
+        raise unlike_devices(operation, {name: str(own.device) for name, own in there.items()}, str(device))
+    if not cast or autocast_dtype(x) is None:
+        raise unlike_dtypes(operation, {name: dtype_name(own.dtype) for name, own in there.items()}, dtype_name(dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as messages call it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def unlike_devices(operation: str, parameters: Mapping[str, str], inp: str) -> BackendError:
+    """The error for parameters that are not all on the device of a layer's input: about the input where they are together elsewhere, else
+    about the first that is not where the input is."""
+    name, device = next((name, device) for name, device in parameters.items() if device != inp)
+    if device == "meta":
+        return BackendError(expected(operation, name, "device meta", f"device {inp}, as inp: reset_parameters() makes what was deferred"))
+    if len(set(parameters.values())) > 1:
+        return BackendError(expected(operation, name, f"device {device}", f"device {inp}, as inp: move the module, with .to({inp!r})"))
+    move = f"move inp, with .to({device!r})" + ("" if inp == "meta" else f", or the module, with .to({inp!r})")
+    return BackendError(expected(operation, "inp", f"device {inp}", f"device {device}, as {name}: {move}"))
+
+
+def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> FormatError:
+    """The error for parameters that are not all of the dtype of a layer's input: about the input where they have one dtype, else about the
+    first that has not the input's."""
+    name, dtype = next((name, dtype) for name, dtype in parameters.items() if dtype != inp)
+    if len(set(parameters.values())) > 1:
+        return FormatError(expected(operation, name, dtype, f"{inp}, as inp: one dtype for all parameters, as module.to(dtype) gives them"))
+    cast = f"cast inp, with .to(torch.{dtype})"
+    if inp in _FLOATS:
+        cast += f", or the module, with .to(torch.{inp}), or call it within torch.autocast"
+    return FormatError(expected(operation, "inp", inp, f"{dtype}, as {name}: {cast}"))
 
 
 def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
@@ -91,5 +123,5 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
     return value
 
 
-__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "not_compiled", "only", "positive", "refuse",
-           "want_input", "want_like", "want_parameters", "want_plain"]
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "dtype_name", "not_compiled", "only", "positive", "refuse",
+           "unlike_devices", "unlike_dtypes", "want_input", "want_like", "want_parameters", "want_plain"]

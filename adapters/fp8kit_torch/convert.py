@@ -6,6 +6,10 @@ transformers' ``Conv1D`` keeps its (in, out) weights.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +22,7 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.apply import run
+from fp8kit_torch.arguments import want_input
 from fp8kit_torch.calibration import Amaxes, amax_of
 from fp8kit_torch.checks import module
 from fp8kit_torch.module import TransformerEngineBaseModule
@@ -74,6 +79,7 @@ class ConvertedLinear(_Converted, TransformerEngineBaseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (..., in_features) of the weight's dtype."""
+        x = want_input("Linear", "inp", x, self.in_features)
         return self.run({"x": x, "weight0": self.weight, "bias0": self.bias}, None, "none" if self.bias is None else "add")["y"]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -92,15 +98,20 @@ class ConvertedNorm(_Converted):
     def __init__(self, plain: nn.Module, spec: NormSpec) -> None:
         super().__init__()
         self.adopt(plain)
+        self.results = _results(plain)
         self.spec, self._text = spec, encode(spec)
         self.eps = self.variance_epsilon = spec.epsilon  # the plain modules' names
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (..., features); the result has the wider of its and the weight's dtype, as the plain module's."""
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        """``x``: (..., features). Computed in the wider of its and the weight's dtype; the result has the dtype of the plain module's."""
+        x, own = want_input(self.spec.normalization, "inp", x, self.spec.features), self.weight.dtype
         inputs = {"x": x, "norm_weight": self.weight, "norm_bias": self.bias if self.spec.centered else None}
         spec: Any = self._text if torch.compiler.is_compiling() else self.spec
-        return run("norm", spec, {name: None if t is None else t.to(dtype) for name, t in inputs.items()})["y"]
+        if x.dtype == own or x.dtype not in _FLOATS:
+            return run("norm", spec, inputs)["y"]
+        wide = torch.promote_types(x.dtype, own)
+        y = run("norm", spec, {name: None if t is None else t.to(wide) for name, t in inputs.items()})["y"]
+        return y.to(self.results.get((x.dtype, own), wide))
 
     def extra_repr(self) -> str:
         """What is computed."""
@@ -189,6 +200,20 @@ def _norm_spec(module: nn.Module, weight: Tensor, own: Mapping[str, Tensor]) -> 
     return _probed(module, weight, eps)
 
 
+def _results(plain: nn.Module) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
+    """The dtype of a norm's result by those of its input and its weight where they differ: libraries have three ways, x's, the weight's
+    and the wider one. Where the plain module refuses such a pair there is none."""
+    found, twin = {}, copy.copy(plain)
+    with torch.no_grad():
+        for x, weight in itertools.permutations(_FLOATS, 2):
+            twin.__dict__["_parameters"] = {name: None if p is None else p.to(weight) for name, p in plain._parameters.items()}
+            with contextlib.suppress(TypeError, RuntimeError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of pairs for which it has no fused kernel
+                row = torch.zeros(1, plain.weight.numel(), dtype=x, device=plain.weight.device)
+                found[x, weight] = type(plain).forward(twin, row).dtype  # past hooks, which are for the user's calls
+    return found
+
+
 def _probed(module: nn.Module, weight: Tensor, eps: float) -> NormSpec | None:
     """An RMSNorm of another library, known by what it makes of a few rows: small ones as well, so that epsilon shows."""
     features = weight.numel()
@@ -196,7 +221,7 @@ def _probed(module: nn.Module, weight: Tensor, eps: float) -> NormSpec | None:
     x = torch.stack((ramp, ramp.flip(0) * 3, ramp.cos() * eps**0.5)).to(weight.dtype)
     try:
         with torch.no_grad():
-            got = nn.Module.__call__(module, x)
+            got = type(module).forward(module, x)  # past hooks, which are for the user's calls
     except (TypeError, RuntimeError, ValueError):
         return None
     if not isinstance(got, Tensor) or got.shape != x.shape:

@@ -139,6 +139,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         if compiled:
             return self._trace_group(i, tensors, mode, None if off else state, first)
         if off:
+            if self._unrecorded:
+                self._want_autocast()
             return apply(self._call_of(None, False, mode, tensors, False, fused), list(tensors.values()), fused=fused)["y"]
         return self._fp8_group(i, tensors, mode, state, first, fused)  # type: ignore[arg-type]
 
@@ -171,6 +173,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         recipe, kept = state.recipe, recompute.recall(self)
         training = torch.is_grad_enabled() or recompute.first()
         delayed, record = recipe.delayed(), training or state.calibrating
+        if (state.enabled and not training) is not self._unrecorded:
+            self.__dict__["_unrecorded"] = not self._unrecorded
         cached, held = None, tensors["weight0"]
         if isinstance(held, QuantizedTensor):
             cached = held.inputs("GroupedLinear", "", self._fp8_of(recipe))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.autocast import AutocastState, current, touch_forward
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError, AutogradError, expected
 from fp8kit.layers import Kept
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
@@ -61,6 +61,7 @@ class TransformerEngineBaseModule(StatefulModule):
 
     operation: str
     fuse_wgrad_accumulation = False
+    _unrecorded = False  # whether the last call was in FP8 and unrecorded, as the first pass of torch's reentrant checkpoint is
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
 
     # --- what a subclass gives ----------------------------------------------------------------------------------------
@@ -97,9 +98,18 @@ class TransformerEngineBaseModule(StatefulModule):
             return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
         fused = self._fused(is_first_microbatch, tensors["x"].dtype) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
         if off:
+            if self._unrecorded:
+                self._want_autocast()
             return apply(self._call(None, False, bias, options, tensors, False, fused), list(tensors.values()), fused=fused)
         return self._run_fp8(tensors, state, is_first_microbatch, bias, options, fused, weights, codes,  # type: ignore[arg-type]
                              fp8_output, fp8_grad)
+
+    def _want_autocast(self) -> None:
+        """AutogradError where this call in high precision, in a backward pass, does again what ran in FP8."""
+        self.__dict__["_unrecorded"] = False
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            wanted = "the first one's: fp8kit_torch.checkpoint, or use_reentrant=False with context_fn=fp8kit_torch.checkpoint_contexts"
+            raise AutogradError(expected(type(self).__name__, "autocast", "none in the second pass of torch.utils.checkpoint", wanted))
 
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
         """The inputs as a pass takes them, and the weights in FP8: none where the pass is in high precision."""
@@ -164,6 +174,8 @@ class TransformerEngineBaseModule(StatefulModule):
         kept = None if idle else recompute.recall(self)
         training, delayed = torch.is_grad_enabled() or (not idle and recompute.first()), recipe.delayed()
         record = training or state.calibrating
+        if (state.enabled and not training) is not self._unrecorded:
+            self.__dict__["_unrecorded"] = not self._unrecorded
         if first is not None or weights or codes is not None or kept is not None or fp8_grad or not state.enabled:
             outputs = self._run_special(tensors, state, first, bias, options, fused, weights, codes, kept, training, fp8_grad)
         else:

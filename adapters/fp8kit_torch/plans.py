@@ -11,6 +11,7 @@ the order of its ``ScalingState``: the state's own row, or one small tensor.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -32,6 +33,7 @@ from fp8kit.replays import replays
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit.scratch import Buffers, Scratch, large
 from fp8kit.spec import Meta, Signature
+from fp8kit_torch.arguments import unlike_devices, unlike_dtypes, want_parameters
 from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import dtype_of, kind_of
 
@@ -43,6 +45,8 @@ _PARAMETERS = {"x": "inp", "weight0": "weight", "bias0": "bias", "norm_weight": 
 _ARGUMENTS = {"attention": _LAYERS, "cached_attention": _LAYERS, "linear": _PARAMETERS, "norm_linear": _PARAMETERS,
               "norm_mlp": _PARAMETERS, "norm": {"x": "inp", "norm_weight": "weight", "norm_bias": "bias"},
               "cross_entropy": {"logits": "inp", "targets": "target"}}
+_LAYERS_OWN = ("linear", "norm", "norm_linear", "norm_mlp")  # operations of x and a layer's parameters
+_PARAMETER = re.compile(r"(weight|bias)\d*$")
 _OUTPUTS = {"attention": ("o",), "cross_entropy": ("loss",)}  # of operations that have another than "y"
 Views = dict[str, ArrayView]
 Make = Callable[[Meta], ArrayView]
@@ -181,8 +185,9 @@ class Call:
         return metas | {f"{name}_scale": _SCALAR for name in self.front} if self.scaled else metas
 
     def infer(self, kinds: Sequence[tuple[Any, DType]], needs: Sequence[str]) -> Signature:
-        """The operation's own ``infer``."""
-        return self.operation.infer(self.spec, self.metas(kinds), frozenset(needs))
+        """The operation's own ``infer``, whose refusals call the inputs as the user does."""
+        with self._in_the_users_words(kinds):
+            return self.operation.infer(self.spec, self.metas(kinds), frozenset(needs))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -221,7 +226,7 @@ class Call:
             kinds = [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
             if len(self.plans) >= _PLAN_LIMIT:
                 self.plans.clear()
-            with self._in_the_users_words():
+            with self._in_the_users_words(kinds):
                 found = self.plans[key] = Ready(self, kinds, needs, device, kernels)
         return found
 
@@ -231,29 +236,37 @@ class Call:
         self._want_one_device(tensors)
         key = (needs, *[(t.shape, t.dtype) for t in tensors])
         if key not in self.rehearsed:
-            with self._in_the_users_words():
-                self.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs)
+            self.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs)
             if len(self.rehearsed) >= _PLAN_LIMIT:
                 self.rehearsed.clear()
             self.rehearsed.add(key)
 
     def _want_one_device(self, tensors: Sequence[Tensor | Stand]) -> None:
         device, operation = tensors[0].device, self.operation.name
-        for name, tensor in zip(self.names, tensors, strict=True):
-            if tensor.device != device:
-                raise BackendError(expected(operation, argument_of(operation, name, self.names), f"device {tensor.device}",
-                                            f"device {device}, as {argument_of(operation, self.names[0], self.names)}"))
+        if all(tensor.device == device for tensor in tensors):
+            return
+        first, *rest = (argument_of(operation, name, self.names) for name in self.names)
+        if first == "inp" and operation in _LAYERS_OWN:
+            raise unlike_devices(operation, {name: str(t.device) for name, t in zip(rest, tensors[1:], strict=True)}, str(device))
+        name, other = next((name, t.device) for name, t in zip(rest, tensors[1:], strict=True) if t.device != device)
+        raise BackendError(expected(operation, name, f"device {other}", f"device {device}, as {first}"))
 
     @contextmanager
-    def _in_the_users_words(self) -> Iterator[None]:
-        """Within, refusals of ``infer`` call the inputs, be they there or missing, as the user does."""
+    def _in_the_users_words(self, kinds: Sequence[tuple[Any, DType]]) -> Iterator[None]:
+        """Within, refusals of ``infer`` call the inputs, be they there or missing, as the user does, and say of a parameter that has not
+        the dtype of x what can be done."""
         try:
             yield
         except (ShapeError, FormatError) as error:
             _, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
             if argument not in self.names and not rest.startswith("got None"):
                 raise
-            raise renamed(error, self.operation.name, argument_of(self.operation.name, argument, self.names)) from None
+            operation, dtypes = self.operation.name, {name: kind.name for name, (_, kind) in zip(self.names, kinds, strict=True)}
+            own = {name: dtype for name, dtype in dtypes.items() if name != "x" and _PARAMETER.search(name)}
+            if operation in _LAYERS_OWN and isinstance(error, FormatError) and own.get(argument, dtypes["x"]) != dtypes["x"]:
+                named = {argument_of(operation, name, self.names): dtype for name, dtype in own.items()}
+                raise unlike_dtypes(operation, named, dtypes["x"]) from None
+            raise renamed(error, operation, argument_of(operation, argument, self.names)) from None
 
     def _kernels(self, place: Device) -> Any:
         """The kernels of the call's own policy. BackendError where that is not what the caller's task has in force."""
@@ -275,16 +288,9 @@ def argument_of(operation: str, name: str, names: Sequence[str]) -> str:
 
 
 def want_alike(operation: str, tensors: Mapping[str, Tensor]) -> None:
-    """BackendError or FormatError for a tensor on another device or of another dtype than x."""
-    x = tensors["x"]
-    device, dtype = x.device, x.dtype
-    for name, given in tensors.items():
-        if given.device == device and given.dtype is dtype:
-            continue
-        argument = argument_of(operation, name, tuple(tensors))
-        if given.device != device:
-            raise BackendError(expected(operation, argument, f"device {given.device}", f"device {device}, as inp"))
-        raise FormatError(expected(operation, argument, kind_of(given.dtype).name, f"{kind_of(dtype).name}, as inp"))
+    """BackendError or FormatError where a layer's parameters are on another device or of another dtype than x."""
+    names = tuple(tensors)
+    want_parameters(operation, {argument_of(operation, name, names): tensors[name] for name in names if name != "x"}, tensors["x"], False)
 
 
 @lru_cache(maxsize=4096)

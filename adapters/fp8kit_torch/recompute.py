@@ -104,6 +104,20 @@ class _Anew(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*error)
 
 
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)`` needs to do what ``checkpoint``
+    does: for programs that call torch's own. Without it torch calls the function a second time outside of the first pass's autocast, or
+    with the scales of a later step. transformers' Trainer:
+
+        TrainingArguments(gradient_checkpointing=True,
+                          gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts})
+
+    Returns the contexts of the first pass and of the later ones.
+    """
+    around = _Around(None, noop_context_fn)
+    return around.one(), _Anew(around.again)
+
+
 _RULES = {"use_reentrant": flag, "debug": flag, "determinism_check": one("default", "none"), "context_fn": callable_,
           "get_rng_state_tracker": optional(callable_)}
 
@@ -122,6 +136,8 @@ def checkpoint(
     * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of the first pass again.
     * ``context_fn``, ``determinism_check``: torch's, for ``use_reentrant=False``; ``debug``: False only.
     * ``distribute_saved_activations``, ``tp_group``: refused; there is no tensor parallelism yet.
+
+    ``torch.utils.checkpoint.checkpoint`` by itself knows nothing of FP8, see ``checkpoint_contexts``.
 
     Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
     second pass does not run the FP8 layers of the first.
@@ -162,4 +178,4 @@ def checkpoint(
     return torch_checkpoint(call, *args, *tensors, use_reentrant=True)
 
 
-__all__ = ["Kept", "checkpoint", "first", "idle", "keep", "recall", "walk"]
+__all__ = ["Kept", "checkpoint", "checkpoint_contexts", "first", "idle", "keep", "recall", "walk"]

@@ -147,17 +147,41 @@ def test_one_module_used_twice(device):
             same(other.fp8_meta[name].amax_history, eager.fp8_meta[name].amax_history, name)
 
 
-def test_microbatches(device):
-    ours, _ = twins("LayerNormMLP", device)
-    eager, _ = twins("LayerNormMLP", device)
-    eager.load_state_dict(ours.state_dict())
-    call_ = compiled(ours)
+def pair(kind, device):
+    """Two modules with the same parameters."""
+    one, _ = twins(kind, device)
+    other, _ = twins(kind, device)
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+def same_as_eager(ours, call_, eager, recipe, device, **options):
+    """Four steps, of micro-batches where ``options`` say so: outputs, gradients and FP8 states of both, bit for bit."""
     for i, x in enumerate(batches(device, steps=4)):
-        y, dx, _, g = torch_step(eager, eager, RECIPES["delayed"], x, is_first_microbatch=i % 2 == 0)
-        yc, dxc, _, _ = torch_step(ours, call_, RECIPES["delayed"], x, g, is_first_microbatch=i % 2 == 0)
+        given = {name: of(i) for name, of in options.items()}
+        y, dx, grads, g = torch_step(eager, eager, recipe, x, **given)
+        yc, dxc, gradsc, _ = torch_step(ours, call_, recipe, x, g, **given)
         same(yc, y, "y")
         same(dxc, dx, "dx")
-        same(ours.fp8_meta["scaling_fwd"].amax_history, eager.fp8_meta["scaling_fwd"].amax_history, "history")
+        for name, grad in grads.items():
+            same(gradsc[name], grad, name)
+        for path, module in eager.named_modules():
+            if hasattr(module, "fp8_meta"):
+                same(ours.get_submodule(path).get_extra_state(), module.get_extra_state(), path)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "TransformerLayer"])
+def test_microbatches(device, kind, recipe):
+    ours, eager = pair(kind, device)
+    same_as_eager(ours, compiled(ours), eager, RECIPES[recipe], device, is_first_microbatch=lambda i: i % 2 == 0)
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current", "block"])
+def test_beside_torchs_autocast(device, recipe):
+    ours, eager = pair("TransformerLayer", device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        same_as_eager(ours, compiled(ours), eager, RECIPES[recipe], device)
 
 
 def test_changing_batch_sizes(device):
@@ -183,7 +207,7 @@ def test_inference_leaves_no_trace(device):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer"])
 def test_calibration(device, kind, grad, inside):
     ours, _ = twins(kind, device)
     eager, _ = twins(kind, device)
@@ -196,6 +220,9 @@ def test_calibration(device, kind, grad, inside):
             with scope():
                 return module(x)
         return function
+
+    def states(module):
+        return [m for m in module.modules() if hasattr(m, "fp8_meta")]
 
     call_ = compiled(within(ours) if inside else ours)
     for x in batches(device):
@@ -210,8 +237,9 @@ def test_calibration(device, kind, grad, inside):
         if grad:
             y.sum().backward()
             z.sum().backward()
-        same(ours.get_extra_state(), eager.get_extra_state(), "state")
-    assert ours.fp8_meta["scaling_fwd"].scale[0] != 1
+        for one, other in zip(states(ours), states(eager), strict=True):
+            same(one.get_extra_state(), other.get_extra_state(), "state")
+    assert all(module.fp8_meta["scaling_fwd"].scale[0] != 1 for module in states(ours))
     for p, q in zip(ours.parameters(), eager.parameters(), strict=True):
         assert (p.grad is None) == (not grad)
         if grad:

@@ -169,6 +169,63 @@ def test_hooks_and_modes_go_along():
     assert revert(net).up.training
 
 
+class InputsRMSNorm(LlamaLikeRMSNorm):
+    """Its result has the input's dtype."""
+
+    def forward(self, x):
+        return (super().forward(x.float())).to(x.dtype)
+
+
+class WeightsRMSNorm(LlamaLikeRMSNorm):
+    """Its result has the weight's dtype where that is of 16 bits, as T5's."""
+
+    def forward(self, x):
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (y if self.weight.dtype is torch.float32 else y.to(self.weight.dtype))
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, LlamaLikeRMSNorm, InputsRMSNorm, WeightsRMSNorm])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own, of the plain module
+def test_norms_give_the_dtype_that_the_plain_ones_give(kind, compiled):
+    """Libraries have three ways where the input's dtype is not the weight's; what runs at conversion runs past the user's hooks."""
+    for weight in FLOATS:
+        plain = kind(D).to(weight)
+        hooked = []
+        plain.register_forward_hook(lambda *args, hooked=hooked: hooked.append(1))
+        net = nn.Sequential(plain)
+        inputs = [torch.randn(3, D, dtype=dtype) for dtype in FLOATS]
+        wanted = {}
+        for x in inputs:
+            try:
+                wanted[x.dtype] = net(x)
+            except RuntimeError:  # torch's LayerNorm takes 16 bits with a weight in float32, and no other pair
+                assert kind is nn.LayerNorm
+        hooked.clear()
+        convert(net)
+        assert isinstance(net[0], ConvertedNorm)
+        assert not hooked
+        torch._dynamo.reset()
+        call = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+        for x in inputs:
+            y = call(x)
+            if x.dtype in wanted:
+                assert y.dtype is wanted[x.dtype].dtype, (weight, x.dtype)
+                assert relative_error(bits(y), bits(wanted[x.dtype])) < 2.0**-6  # a few roundings to bfloat16
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], torch.ones(2, D, dtype=torch.int64), torch.ones(2, D, dtype=torch.float64),
+                                   torch.ones(2, D + 1), torch.ones(())], ids=["none", "list", "ints", "float64", "features", "scalar"])
+@pytest.mark.parametrize("plain", [nn.Linear(D, H), nn.LayerNorm(D), nn.RMSNorm(D)], ids=["linear", "norm", "rms"])
+def test_wrong_inputs_are_refused_by_name(plain, wrong):
+    with pytest.raises(Fp8kitError, match="inp: got "):
+        convert(nn.Sequential(plain))(wrong)
+
+
 def test_checkpoints_of_either_load_into_the_other():
     net = convert(model())
     with autocast(recipe=DelayedScaling(amax_history_len=4)):

@@ -7,9 +7,10 @@ import warnings
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.plans import Ready
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
+from fp8kit.errors import ArgumentError, BackendError, FormatError, Fp8kitError
 from fp8kit.recipe import DelayedScaling
 
 H, D, T = 2, 4, 5
@@ -44,8 +45,9 @@ def test_no_sequences_at_all():
 def test_names_are_the_callers():
     for call, said in (
         (lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4, dtype=torch.float64)), "^linear: inp: got float64"),
-        (lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4).bfloat16()), "^linear: weight: got float32, expected bfloat16"),
-        (lambda: ft.Linear(4, 6, parameters_split=("a", "b"), device="cpu")(torch.ones(2, 4).half()), "^linear: weight0: got float32"),
+        (lambda: ft.Linear(4, 6, device="cpu")(torch.ones(2, 4).bfloat16()), "^linear: inp: got bfloat16, expected float32, as weight: "),
+        (lambda: ft.Linear(4, 6, parameters_split=("a", "b"), device="cpu")(torch.ones(2, 4).half()),
+         "^linear: inp: got float16, expected float32, as weight0"),
         (lambda: ft.TransformerLayer(8, 16, 2, device="cpu")(torch.ones(3, 8)), "^TransformerLayer: hidden_states: got shape"),
         (lambda: ft.MultiheadAttention(8, 2, qkv_format="thd", attn_mask_type="padding", device="cpu")(torch.ones(3, 1, 8)),
          "^MultiheadAttention: hidden_states: got shape"),
@@ -62,6 +64,54 @@ def test_names_are_the_callers():
             call()
         with pytest.raises(ValueError, match=said):
             call()
+
+
+LAYERS = {  # name -> (what makes it, the shape of its input, its first parameter, further arguments)
+    "Linear": (lambda: ft.Linear(32, 48, device="cpu"), (4, 32), "weight", ()),
+    "LayerNorm": (lambda: ft.LayerNorm(32, device="cpu"), (4, 32), "weight", ()),
+    "LayerNormMLP": (lambda: ft.LayerNormMLP(32, 48, device="cpu"), (4, 32), "layer_norm_weight", ()),
+    "GroupedLinear": (lambda: ft.GroupedLinear(2, 32, 48, device="cpu"), (4, 32), "weight0", ([2, 2],)),
+    "TransformerLayer": (lambda: ft.TransformerLayer(32, 64, 4, device="cpu"), (4, 2, 32), "layer_norm_weight", ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_input_unlike_the_parameters_is_told_what_helps(name, recipe, first, monkeypatch):
+    """Of another dtype, on another device, and a module that is deferred still; what the message says is done, and then it runs."""
+    make, shape, parameter, more = LAYERS[name]
+    options = {} if name == "LayerNorm" else {"is_first_microbatch": first}
+
+    def call(module, x):
+        with ft.autocast(enabled=recipe is not None, recipe=recipe):
+            return module(x, *more, **options)
+
+    layer, x = make(), torch.randn(shape)
+    with monkeypatch.context() as patched:
+        patched.setattr(Ready, "forward", lambda *args: pytest.fail("an operation ran"))
+        with pytest.raises(FormatError, match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "
+                                              r"\.to\(torch\.float32\), or the module, with \.to\(torch\.bfloat16\), .* torch\.autocast$"):
+            call(layer, x.bfloat16())
+        with pytest.raises(FormatError, match=": inp: got float64, expected float32"):
+            call(layer, x.double())
+        with pytest.raises(BackendError, match=rf": inp: got device meta, expected device cpu, as {parameter}: move inp, with "):
+            call(layer, x.to("meta"))
+        with pytest.raises(BackendError, match=rf": {parameter}: got device meta, expected device cpu, as inp: reset_parameters\(\)"):
+            call(make().to("meta"), x)
+    assert call(layer, x.bfloat16().to(torch.float32)).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(layer, x).dtype is torch.bfloat16
+    assert call(layer.to(torch.bfloat16), x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiled_it_is_told_the_same(name):
+    make, shape, parameter, more = LAYERS[name]
+    if name == "GroupedLinear":  # a group's operation, whose inputs have its number
+        parameter = "0_weight0"
+    with pytest.raises(Exception, match=rf": inp: got bfloat16, expected float32, as {parameter}: cast inp, with "):
+        torch.compile(make(), fullgraph=True, backend="aot_eager")(torch.randn(shape).bfloat16(), *more)
 
 
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()])

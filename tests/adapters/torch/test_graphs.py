@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from fp8kit_torch import LayerNormMLP, Linear, autocast, make_graphed_callables
+from fp8kit_torch import LayerNormMLP, Linear, TransformerLayer, autocast, make_graphed_callables
 
 import fp8kit as fk
 from fp8kit.errors import BackendError, RecipeError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits
 
 K, ROWS = 64, 32
@@ -52,6 +52,51 @@ def test_replays_equal_eager_steps(name):
         assert all(p.grad is None for p in model.parameters())
         for i, (a, b) in enumerate(zip(steps(graphed, model, RECIPES[name]), steps(twin, twin, RECIPES[name]), strict=True)):
             assert_same_bits(f"result {i}", a.cpu().numpy(), b.cpu().numpy())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), Float8BlockScaling()], ids=[*RECIPES, "block"])
+def test_a_captured_training_step_has_the_bits_of_eager_ones(recipe):
+    """``torch.cuda.graph`` around forward, loss, backward, the optimiser's step and the updates of the scales."""
+    warm, inputs = 3, [torch.randn(8, 2, K, device="cuda") * 2.0**i for i in range(7)]
+
+    def stepper(model):
+        opt = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+        def step(x):
+            opt.zero_grad()
+            with autocast(recipe=recipe):
+                y = model(x)
+            y.square().mean().backward()
+            opt.step()
+            return y
+
+        return step
+
+    def all_of(model, y):
+        states = [part for m in model.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts]
+        return [t.detach().cpu().numpy() for t in (y, *model.parameters(), *(p.grad for p in model.parameters()), *states)]
+
+    with fk.deterministic():
+        torch.manual_seed(0)
+        model = TransformerLayer(K, 96, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cuda")
+        twin = copy.deepcopy(model)
+        step, eager, x = stepper(model), stepper(twin), torch.empty_like(inputs[0])
+        wanted = [all_of(twin, eager(given)) for given in inputs]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for given in inputs[:warm]:
+                step(x.copy_(given))
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step(x)
+        for i, given in enumerate(inputs[warm:], warm):
+            x.copy_(given)
+            graph.replay()
+            for j, (a, b) in enumerate(zip(all_of(model, y), wanted[i], strict=True)):
+                assert_same_bits(f"step {i}, result {j}", a, b)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 from accelerate import Accelerator
-from fp8kit_torch import autocast, convert, revert
+from fp8kit_torch import autocast, checkpoint_contexts, convert, revert
 from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
 from fp8kit_torch.optimizers import FusedAdam
 from transformers import (
@@ -105,6 +105,22 @@ def test_trainer_trains_in_fp8(name, tmp_path, products):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_trainers_gradient_checkpointing_recomputes_in_fp8(name, tmp_path, products):
+    options = {"output_dir": str(tmp_path), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
+               "use_cpu": True, "save_strategy": "no", "learning_rate": 1e-2, "disable_tqdm": True, "seed": 1}
+    contexts = {"gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False, "context_fn": checkpoint_contexts}}
+    losses, counts = [], []
+    for further in ({}, contexts):
+        products.clear()
+        losses.append(losses_of(Fp8Trainer(convert(make(name)), TrainingArguments(**options, **further), train_dataset=batches())))
+        counts.append(len(products))
+    assert losses[0] == losses[1]
+    inner = (MODELS[name][2] - (2 if name == "bert" else 1)) // LAYERS  # linear layers of a block, which is what is recomputed
+    assert counts[1] - counts[0] == inner * LAYERS * STEPS
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_converted_and_reverted(name, tmp_path):
     model = make(name).eval()
     before, ids = {n: p.data_ptr() for n, p in model.named_parameters()}, torch.arange(LENGTH)[None] % VOCABULARY
@@ -124,9 +140,10 @@ def test_converted_and_reverted(name, tmp_path):
         assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_accelerate_trains_in_fp8(products):
+@pytest.mark.parametrize("name", MODELS)
+def test_accelerate_trains_in_fp8(name, products):
     accelerator = Accelerator(cpu=True)
-    model = convert(make("gpt2"), lambda module, name: name != "lm_head")
+    model = convert(make(name), lambda module, path: path not in ("lm_head", "cls.predictions.decoder"))
     model, opt, loader = accelerator.prepare(model, FusedAdam(model.parameters(), lr=1e-2), torch.utils.data.DataLoader(batches(), 2))
     losses = []
     for batch in loader:
@@ -136,7 +153,7 @@ def test_accelerate_trains_in_fp8(products):
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
-    assert len(products) == 3 * 4 * LAYERS * STEPS
+    assert len(products) == 3 * (MODELS[name][2] - 1) * STEPS
     assert losses[-1] < losses[0]
 
 

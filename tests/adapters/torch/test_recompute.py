@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from fp8kit_torch import CudaRNGStatesTracker, LayerNormMLP, Linear, autocast, checkpoint
+from fp8kit_torch import CudaRNGStatesTracker, GroupedLinear, LayerNormMLP, Linear, autocast, checkpoint, checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fp8kit.errors import AutogradError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
@@ -20,6 +23,13 @@ RECIPES = {"delayed": DelayedScaling(amax_history_len=3), "current": Float8Curre
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request):
     return request.param
+
+
+class Split(GroupedLinear):
+    """With 8 rows a group."""
+
+    def forward(self, x):
+        return super().forward(x, [8, 8])
 
 
 class Net(torch.nn.Module):
@@ -45,6 +55,9 @@ class Net(torch.nn.Module):
         if self.how == "nested":
             inner = lambda t: checkpoint(self.block, t, first=first, use_reentrant=False)  # noqa: E731
             return checkpoint(lambda t: inner(inner(t).tanh()), x, use_reentrant=False)
+        if self.how == "torch":
+            own = functools.partial(torch_checkpoint, use_reentrant=False, context_fn=checkpoint_contexts)
+            return own(self.block, own(self.block, x, first=first).tanh(), first=first)
         reentrant = self.how == "reentrant"
         x = checkpoint(self.block, x, first=first, use_reentrant=reentrant)
         return checkpoint(self.block, x.tanh(), first=first, use_reentrant=reentrant)
@@ -69,7 +82,7 @@ def steps(place, recipe, inside, how, micro, walks=1):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize("how", ["reentrant", "other", "nested"])
+@pytest.mark.parametrize("how", ["reentrant", "other", "nested", "torch"])
 def test_same_bits(place, recipe, inside, how):
     wanted = steps(place, recipe, inside, None, False)
     got = steps(place, recipe, inside, how, False)
@@ -79,14 +92,14 @@ def test_same_bits(place, recipe, inside, how):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", ["other", "nested"])
+@pytest.mark.parametrize("how", ["other", "nested", "torch"])
 def test_a_retained_graph_is_recomputed_each_time(place, recipe, how):
     wanted, got = (steps(place, recipe, False, way, False, walks=2) for way in (None, how))
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert_same_bits(f"result {i}", a, b)
 
 
-@pytest.mark.parametrize("how", ["reentrant", "other"])
+@pytest.mark.parametrize("how", ["reentrant", "other", "torch"])
 def test_cached_weights_are_those_of_the_first_pass(place, how):
     for i, (a, b) in enumerate(zip(steps(place, "delayed", False, how, True), steps(place, "delayed", False, None, True), strict=True)):
         assert_same_bits(f"result {i}", a, b)
@@ -127,6 +140,24 @@ def test_it_keeps_the_input_alone(place):
         return sum(sizes)
 
     assert saved(lambda x: checkpoint(layer, x)) <= x.numel() * 4 < saved(layer)
+
+
+@pytest.mark.parametrize("make", [lambda d: LayerNormMLP(K, 64, device=d), lambda d: Split(2, K, 64, device=d)], ids=["mlp", "grouped"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_torchs_own_reentrant_one_is_refused_where_it_would_leave_fp8(place, recipe, make):
+    """Its second pass runs outside of the autocast: gradients of another pass than the one that gave the loss."""
+    layer, x = make(place), torch.randn(16, K, device=place, requires_grad=True)
+    with autocast(recipe=RECIPES[recipe]):
+        y = torch_checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(AutogradError, match=r": autocast: got none in the second pass of torch\.utils\.checkpoint"):
+        y.sum().backward()
+    with torch.no_grad(), autocast(recipe=RECIPES[recipe]):
+        layer(x)
+    layer(x).sum().backward()  # FP8 in evaluation, and training in high precision
+    plain = x.grad.clone()
+    x.grad = None
+    torch_checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert_same_bits("dx", x.grad.cpu().numpy(), plain.cpu().numpy())
 
 
 def test_compiled_it_says_what_it_does_not_do(place):
