@@ -154,7 +154,8 @@ def test_train_writes_a_checkpoint(tmp_path, capsys):
     assert cli.main([*again, "--steps", "5", "--resume"]) == 1
     assert capsys.readouterr().err == (
         f"fp8kit train: resume: {tmp_path / 'training.safetensors'} is of another training: steps: 3 in the file, 5 here; "
-        "the same options continue it, another folder starts anew\n")  # fmt: skip
+        "the same options continue it, another folder starts anew; the learning rate follows the number of steps, "
+        "so that a training cannot be made longer\n")  # fmt: skip
     assert cli.main([*again, "--steps", "2", "--precision", "high"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "tiny on cpu, float32: 2 layers of 32, 2 steps of 256 bytes, seed 0"

@@ -105,7 +105,8 @@ class Checkpoint:
         serialization.sweep(self.path)
         state, said = serialization.read(self.path)
         if said.get("fp8kit") != KIND:
-            raise CheckpointError(expected("resume", str(self.path), "a file that holds no training", f"one of kind {KIND!r}"))
+            got = f"a file of kind {said['fp8kit']!r}" if "fp8kit" in said else "a file that holds no training"
+            raise CheckpointError(expected("resume", str(self.path), got, f"one of kind {KIND!r}"))
         if unlike := differences(said, self.identity):
             cure = "the same options continue it, another folder starts anew"
             if any(name.startswith("steps:") for name in unlike):

@@ -122,7 +122,7 @@ BROKEN = {
     "truncated": (lambda good, path: path.write_bytes(good.read_bytes()[:-100]), "truncated or foreign"),
     "no header": (lambda good, path: path.write_bytes(good.read_bytes()[:100]), "truncated or foreign"),
     "a picture": (lambda good, path: path.write_bytes(b"\x89PNG\r\n\x1a\n" * 99), "truncated or foreign"),
-    "another kind": (lambda good, path: serialization.save(path, {"x": np.zeros(2)}, {"preset": "tiny"}), f"kind None, expected '{KIND}'"),
+    "another kind": (lambda good, path: serialization.save(path, {"x": np.zeros(2)}, {"preset": "tiny"}), f"holds no training, expected one of kind '{KIND}'"),
     "no model": (lambda good, path: changed(good, path, **{"model/head.weight": None}), "model: load: missing: head.weight"),
     "shape": (lambda good, path: changed(good, path, **{"model/head.weight": np.zeros((2, 2), np.float32)}), "head.weight: got float32"),
     "optimizer": (lambda good, path: changed(good, path, **{"optimizer/exp_avg.3": None}), "optimizer: .*missing: exp_avg.3"),
