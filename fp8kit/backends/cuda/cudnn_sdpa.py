@@ -185,6 +185,8 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
     key = Key(problem, device, backward, deterministic, tuple(strides))
     room = _room(problem, backward)
     start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
+    _check_room(given - room["end"], _PLANS(key))
+
     pointers = {_UIDS[name]: view.ptr for name, view in views.items()}
     pointers[_UIDS["stats"]] = lse.ptr
     if padding is not None:
@@ -213,9 +215,14 @@ def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, st
         launched = False
         while not launched:
             plan = _PLANS(key)
-            if nbytes < plan.workspace:
-                raise BackendError(f"attention: workspace: got {nbytes} bytes, cuDNN needs {plan.workspace} for these strides")
+            _check_room(nbytes, plan)
             launched = _launched(plan, pointers, workspace, handle, stream)
+
+
+def _check_room(nbytes: int, plan: Plan) -> None:
+    """BackendError where a plan's workspace, behind what stands before it, is smaller than cuDNN wants."""
+    if nbytes < plan.workspace:
+        raise BackendError(f"attention: workspace: got {max(nbytes, 0)} bytes, cuDNN needs {plan.workspace} for these strides")
 
 
 def _launched(plan: Plan, pointers: dict[int, int], workspace: int, handle: Any, stream: int) -> bool:
