@@ -15,8 +15,10 @@ from torch import Tensor
 from fp8kit.errors import FormatError, expected
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
+from fp8kit_torch.memory import NOTHING, Placed
 from fp8kit_torch.ops import OPS, record_
-from fp8kit_torch.plans import NOTHING, Call, Placed, Ready, Stand, call, policy_now
+from fp8kit_torch.plans import Call, Stand, call, policy_now
+from fp8kit_torch.ready import Ready
 from fp8kit_torch.state import ScalingState, finish_backward
 from fp8kit_torch.texts import decode
 from fp8kit_torch.views import dtype_of

@@ -20,10 +20,11 @@ from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_input
 from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.calibration import Amaxes, amax_of, row_of
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
+from fp8kit_torch.memory import NOTHING, Placed
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.ops import record_
 from fp8kit_torch.parameters import Init, normal_init
-from fp8kit_torch.plans import NOTHING, Call, Placed, call
+from fp8kit_torch.plans import Call, call
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import layer_spec, layer_text
 from fp8kit_torch.texts import encode

@@ -25,8 +25,9 @@ from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_pa
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
+from fp8kit_torch.memory import NOTHING, Placed, amax_views, scale_views
 from fp8kit_torch.ops import FORWARD, NEITHER, record_
-from fp8kit_torch.plans import NOTHING, Call, Placed, amax_views, call, scale_views, want_alike
+from fp8kit_torch.plans import Call, call, want_alike
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, products
 from fp8kit_torch.stateful import StatefulModule, prepare_all

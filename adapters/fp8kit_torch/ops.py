@@ -18,7 +18,9 @@ from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch import state as states
-from fp8kit_torch.plans import NOTHING, Block, Call, Placed, Ready, call_by, scale_views
+from fp8kit_torch.memory import NOTHING, Block, Placed, scale_views
+from fp8kit_torch.plans import Call, call_by
+from fp8kit_torch.ready import Ready
 from fp8kit_torch.texts import OPERATIONS, decode
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from fp8kit_torch.apply import apply
 from fp8kit_torch.autocast import recipe_of, recipe_parts
+from fp8kit_torch.memory import Block
 from fp8kit_torch.ops import OPS
-from fp8kit_torch.plans import Block, call, call_by
+from fp8kit_torch.plans import call, call_by
 from fp8kit_torch.texts import decode, encode
 
 from fp8kit import formats

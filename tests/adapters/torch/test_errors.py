@@ -7,7 +7,7 @@ import warnings
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.plans import Ready
+from fp8kit_torch.ready import Ready
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, Fp8kitError

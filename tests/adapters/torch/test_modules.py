@@ -5,7 +5,7 @@ from __future__ import annotations
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch import plans
+from fp8kit_torch import ready
 
 from fp8kit.errors import BackendError, FormatError, Fp8kitError, ShapeError
 
@@ -38,7 +38,7 @@ def nothing_runs(monkeypatch):
 
     def start():
         for name in ("forward", "backward"):
-            monkeypatch.setattr(plans.Ready, name, run)
+            monkeypatch.setattr(ready.Ready, name, run)
 
     return start
 
@@ -93,8 +93,8 @@ def test_an_unknown_mask_type_in_a_constructor():
 def test_a_gpu_without_fp8(monkeypatch, blocks, have, least):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: have)
     with pytest.raises(BackendError, match=rf"linear: device: got cuda:0 of compute capability {have[0]}.{have[1]}, expected {least}"):
-        plans.want_fp8("linear", blocks, torch.device("cuda", 0))
-    plans.want_fp8("linear", blocks, torch.device("cpu"))
+        ready.want_fp8("linear", blocks, torch.device("cuda", 0))
+    ready.want_fp8("linear", blocks, torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ import fp8kit_torch as ft
 import numpy as np
 import pytest
 import torch
-from fp8kit_torch import plans, state
+from fp8kit_torch import ready as readies
+from fp8kit_torch import state
 from fp8kit_torch.state import _WALKS
 
 from fp8kit.errors import CheckpointError
@@ -141,7 +142,7 @@ def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monk
 
             y = ft.checkpoint(run, x, use_reentrant=False) if how == "checkpoint" else run(x)
         if direction == "after" and Fail.failing:
-            ready, calls = plans.Ready.backward, []
+            ready, calls = readies.Ready.backward, []
 
             def failing(self, *arguments):
                 found = ready(self, *arguments)
@@ -151,7 +152,7 @@ def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monk
                 return found
 
             with monkeypatch.context() as patch:
-                patch.setattr(plans.Ready, "backward", failing)
+                patch.setattr(readies.Ready, "backward", failing)
                 y.sum().backward()
         else:
             y.sum().backward()
