@@ -132,7 +132,7 @@ class OpManager:
     def ranked(self, op_name: str, device: Device, policy: SelectionPolicy | None, arch: Arch) -> tuple[list[OpImpl], Refusals]:
         """``candidates`` for a device whose compute capability times ten ``arch()`` says, None where that does not matter."""
         if op_name not in KERNELS:
-            wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(op_name, KERNELS)}"
+            wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
             raise BackendError(expected("candidates", "op_name", repr(op_name), wanted))
         self.ensure_initialized(device.kind)
         return self._ranked(op_name, device, policies.get_policy() if policy is None else policy, arch)
@@ -248,7 +248,7 @@ class OpManager:
         """The function that a call of the kernel goes to. BackendError as ``kernels``."""
         where = arrays.CPU if device is None else arrays.device(device)
         if op_name not in KERNELS:
-            wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(op_name, KERNELS)}"
+            wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
             raise BackendError(expected("resolve", "op_name", repr(op_name), wanted))
         return getattr(self.kernels(where), op_name)  # type: ignore[no-any-return]
 

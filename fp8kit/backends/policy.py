@@ -152,7 +152,7 @@ def _token(op_name: str, token: str) -> str:
         wanted = f"{' or '.join(SERVES[op_name])}: a workspace goes with its kernel"
         raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), wanted))
     if op_name not in KERNELS:
-        wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(op_name, KERNELS)}"
+        wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(op_name, KERNELS)}"
         raise BackendError(expected("SelectionPolicy", "per_op", repr(op_name), wanted))
     kind, _, name = token.partition(":")
     known = settings.KIND_ALIASES.get(token, token)

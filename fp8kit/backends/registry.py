@@ -83,7 +83,7 @@ class OpImpl:
                 raise BackendError(expected("OpImpl", argument, repr(getattr(self, argument)), f"{wanted} ({self.impl_id})"))
 
         want("impl_id", isinstance(self.impl_id, str) and bool(self.engine), "a name: engine.kernel")
-        want("op_name", self.op_name in KERNELS, "a kernel of fp8kit.backends.protocol.KERNELS")
+        want("op_name", self.op_name in KERNELS, "a kernel of the contract, see `fp8kit plugins list`")
         kind = str.__str__(self.kind) if isinstance(self.kind, str) else ""  # a Kind, its value, or TransformerEngine-FL's own enumeration
         want("kind", KIND_ALIASES.get(kind, kind) in list(Kind), "a Kind")
         object.__setattr__(self, "kind", Kind(KIND_ALIASES.get(kind, kind)))

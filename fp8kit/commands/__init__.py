@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         """Say what is wrong on standard error and exit with 2."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
-            message += meant(choice[1], re.findall(r"[\w-]+", choice[2])).rstrip("?")
+            message += meant("cuda" if choice[1] == "gpu" else choice[1], re.findall(r"[\w-]+", choice[2])).rstrip("?")
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
 
 

@@ -286,7 +286,7 @@ def _look(found: Found, device: Device, lead: str = "") -> bool:
 def _watch(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if path.suffix != ".cu" or not path.is_file():
-        raise Fp8kitError(expected("kernels watch", "file", repr(options.file), "a .cu file"))
+        raise Fp8kitError(expected("kernels watch", "file", repr(options.file), "a .cu file that is there"))
     return watch(path, _arch(options), options.rounds)
 
 

@@ -85,7 +85,7 @@ def override(operation: str, implementation: Any, *, function: str | None = None
     call for a source that does not compile and, with ``verify``, for a wrong result. Kernels serve CUDA arrays; others are not concerned.
     """
     if not isinstance(operation, str) or operation not in KERNELS:
-        wanted = f"a kernel of fp8kit.backends.protocol.KERNELS{meant(operation, KERNELS)}"
+        wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(operation, KERNELS)}"
         raise BackendError(expected("override", "operation", repr(operation), wanted))
     if not isinstance(verify, bool):
         raise BackendError(expected("override", "verify", repr(verify), "True or False"))

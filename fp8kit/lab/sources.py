@@ -92,6 +92,8 @@ def find(name: str) -> Found:
         return _own(name, {f"{name}.cu": entries[f"{name}.cu"].functions})
     if name in KERNELS:
         raise Fp8kitError(expected("kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"))
+    if name.endswith(".cu"):
+        raise Fp8kitError(expected("kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"))
     known = [*entries, *manifest.USES, *(f for entry in entries.values() for f in entry.functions)]
     hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
     raise Fp8kitError(expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"))

@@ -137,7 +137,7 @@ SAID = {
     ("check", "add", "--only", "no such case", "--device", "cpu"): "with cases 'no such case'",
     ("bench", "add", "--shape", "4", "100", "--device", "cpu"): r"shape: got \(4, 100\), expected .* multiple of 128",
     ("diff", "drop_path", "rope"): "b: got 'rope', expected a version of drop_path.cu, as drop_path is",
-    ("watch", "nothing.cu"): "got 'nothing.cu', expected a .cu file",
+    ("watch", "nothing.cu"): "got 'nothing.cu', expected a .cu file that is there",
     ("compile", "rope", "--arch", "sm_1"): "--arch: got 'sm_1', expected one of sm_89, sm_90a, .*, what NVRTC here compiles for",
 }
 

@@ -45,7 +45,7 @@ def test_what_is_wrong_is_refused_by_name() -> None:
         (lambda: registry.register_impl(impl("y", lambda a, b, out, stream, *, more: None)), "expected the contract's add"),
         (lambda: registry.register_impl(impl("y", dict)), "fn: got .*y.add"),
         (lambda: registry.register_impl(add), "expected an OpImpl"),  # type: ignore[arg-type]
-        (lambda: impl("y", op="generic_gemm"), "op_name: got 'generic_gemm', expected a kernel of fp8kit.backends.protocol.KERNELS"),
+        (lambda: impl("y", op="generic_gemm"), "op_name: got 'generic_gemm', expected a kernel of the contract, see `fp8kit plugins list`"),
         (lambda: impl("y", kind=Kind.VENDOR), "vendor: got None, expected a name, as it is of kind VENDOR"),
         (lambda: impl("y", fn="add"), "fn: got 'add', expected a function"),
         (lambda: impl("y", kind="fastest"), "kind: got 'fastest', expected a Kind"),  # type: ignore[arg-type]
