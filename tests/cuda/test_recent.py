@@ -15,6 +15,7 @@ from fp8kit.backends.cuda import cublaslt, cudnn_sdpa, launch
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.backends.cuda.recent import Recent
+from fp8kit.errors import BackendError
 from fp8kit.formats import float32
 
 
@@ -126,6 +127,17 @@ def test_a_plan_is_held_where_waiting_is_not_allowed(runtime: _Runtime) -> None:
     runtime.capturing = {40}
     cudnn_sdpa._retire(KEY, plan)
     assert [plan] == cudnn_sdpa._HELD
+
+
+def test_graphs_of_our_own_hold_no_more_plans_than_so_many(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, launched = _plan()
+    monkeypatch.setattr(cudnn_sdpa, "_PLANS", lambda key: plan)
+    monkeypatch.setattr(cudnn_sdpa, "_handle", lambda device: types.SimpleNamespace(stream=0))
+    cudnn_sdpa._captured(KEY, {}, 0, 5, 0)
+    cudnn_sdpa._HELD.extend([plan] * cudnn_sdpa._KEPT)
+    with pytest.raises(BackendError, match="256 plans are held"):
+        cudnn_sdpa._captured(KEY, {}, 0, 6, 0)
+    assert launched == [0]
 
 
 def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_all_steps_are_done_again_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     beside: list[int] = []
     with recorded.recording() as made:
         launch.launch(kernel, 1, 32, (1,), 0)
-        recorded.put(0, 0, "note", lambda: beside.append(len(driver.launches)))
+        recorded.put(0, 0, "note", lambda stream: beside.append(len(driver.launches)))
         launch.launch(kernel, 1, 32, (2,), 0)
     made()
     assert beside == [1, 3]
@@ -96,11 +96,17 @@ def two_launches(kernel: launch.Kernel, stream: int) -> recorded.Recording:
     return made
 
 
-def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, driver = fake("q", monkeypatch)
+def launched_graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Graphs that ``fake``'s runtime launches from here on, and their streams."""
     graphs: list[tuple[int, int]] = []
     calls = types.SimpleNamespace(**vars(launch.runtime()), graphLaunch=lambda graph, stream: graphs.append((graph, stream)))
     monkeypatch.setattr(launch, "runtime", lambda: calls)
+    return graphs
+
+
+def test_a_call_that_comes_often_becomes_a_graph(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, driver = fake("q", monkeypatch)
+    graphs = launched_graphs(monkeypatch)
     before, made = len(recorded._graphed), two_launches(kernel, 99)
     made()
     assert not aside.begun
@@ -126,14 +132,29 @@ def test_what_is_captured_already_is_not_made_a_graph_of_its_own(aside: _Stream,
     assert (aside.begun, len(driver.launches)) == (0, 10)
 
 
-def test_work_beside_kernels_is_no_graph(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_beside_kernels_is_part_of_the_graph(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, driver = fake("q", monkeypatch)
+    graphs, streams = launched_graphs(monkeypatch), []
     with recorded.recording() as made:
         launch.launch(kernel, 1, 32, (1,), 0)
-        recorded.put(0, 0, "note", lambda: None)
-    for _ in range(4):
+        recorded.put(0, 0, "note", streams.append)
+    for _ in range(3):
         made()
-    assert (aside.begun, len(driver.launches)) == (0, 5)
+    assert graphs == [(501, 0)]
+    assert (aside.begun, aside.ended, len(driver.launches), streams) == (1, 1, 4, [0, 0, 0, _Stream.ptr])
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_one_step_becomes_a_graph_where_it_is_slower_than_that(slow: bool, aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake("q", monkeypatch)
+    graphs = launched_graphs(monkeypatch)
+    done: list[tuple[str, int]] = []
+    with recorded.recording() as made:
+        recorded.put(0, 9, "note", lambda stream: done.append(("work", stream)), lambda stream: done.append(("captured", stream)), slow=slow)
+    for _ in range(3):
+        made()
+    assert done == ([("work", 9)] * 3 + [("captured", _Stream.ptr)] if slow else [("work", 9)] * 4)
+    assert (aside.begun, graphs) == (slow, [(501, 9)] * slow)
 
 
 def test_what_cannot_be_captured_goes_on_step_by_step(aside: _Stream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +195,8 @@ def _raising() -> None:
 
 SPOILT = {
     "spoil": lambda kernel: recorded.spoil(),
-    "another device": lambda kernel: recorded.put(1, 0, "note", lambda: None),
-    "another stream": lambda kernel: recorded.put(0, 7, "note", lambda: None),
+    "another device": lambda kernel: recorded.put(1, 0, "note", lambda stream: None),
+    "another stream": lambda kernel: recorded.put(0, 7, "note", lambda stream: None),
     "a recording within": lambda kernel: recorded.recording().__enter__(),
     "a recorded call within": lambda kernel: recorded.Recording()(),
     "an allocation": lambda kernel: arrays.provider(Device("cuda")).alloc(8, Device("cuda")),

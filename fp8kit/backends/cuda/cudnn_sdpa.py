@@ -54,8 +54,8 @@ class Key(NamedTuple):
 class Plan:
     """A built graph and the bytes of ``workspace`` that it needs.
 
-    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made. ``captured``: a CUDA graph of
-    the user's may hold its kernels.
+    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made. ``captured``: a CUDA graph, the
+    user's or one of ``recorded``, may hold its kernels.
     """
 
     __slots__ = ("captured", "graph", "lock", "retired", "workspace")
@@ -202,8 +202,8 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
             padding.clean(view.ptr, bhsd(form, view), to, _contiguous(problem, name), name in ("q", "d_o"), _size(problem, name))
     if rng is not None and problem.dropout:
         pointers[_UIDS["seed"]], pointers[_UIDS["offset"]] = rng.ptr, rng.ptr + 8
-    step = functools.partial(_execute, key, pointers, start + room["end"], given - room["end"], stream)
-    recorded.put(device, stream, "attention", step)
+    call = (key, pointers, start + room["end"], given - room["end"])
+    recorded.put(device, stream, "attention", functools.partial(_execute, *call), functools.partial(_captured, *call), slow=True)
 
 
 def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
@@ -217,6 +217,14 @@ def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, st
             plan = _PLANS(key)
             _check_room(nbytes, plan)
             launched = _launched(plan, pointers, workspace, handle, stream)
+
+
+def _captured(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
+    """``_execute`` into a graph of our own, whose plan is then held for good. BackendError where so many are held already: they are
+    not a user's, who could not do without."""
+    if len(_HELD) >= _KEPT:
+        raise BackendError(f"attention: {len(_HELD)} plans are held for CUDA graphs already")
+    _execute(key, pointers, workspace, nbytes, stream)
 
 
 def _check_room(nbytes: int, plan: Plan) -> None:

@@ -147,12 +147,12 @@ class CudaProvider:
         if not nbytes:
             return
         calls, index = launch.runtime(), view.device.index
-        step = functools.partial(calls.memsetAsync, view.ptr, 0, nbytes, stream)
+        clear = functools.partial(calls.memsetAsync, view.ptr, 0, nbytes)
         if calls.getDevice() == index:
-            recorded.put(index, stream, "memset", step)
+            recorded.put(index, stream, "memset", clear)
         else:
             with launch.current_device(index):
-                recorded.put(index, stream, "memset", step)
+                recorded.put(index, stream, "memset", clear)
 
     def copy(self, dst: ArrayView, src: ArrayView, stream: int) -> None:
         """See ``DeviceProvider``. Between host and device it waits: pageable memory may change or vanish right after the call."""

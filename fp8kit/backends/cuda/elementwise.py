@@ -58,8 +58,8 @@ def copy(x: ArrayView, y: ArrayView, stream: int) -> None:
     itemsize = y.dtype.itemsize
     if x.dtype is y.dtype:
         if merged.dense:
-            step = functools.partial(launch.runtime().memcpyAsync, y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE, stream)
-            recorded.put(y.device.index, stream, "copy", step)
+            move = functools.partial(launch.runtime().memcpyAsync, y.ptr, x.ptr, size * itemsize, _DEVICE_TO_DEVICE)
+            recorded.put(y.device.index, stream, "copy", move)
             return
         if itemsize > 4:
             raise BackendError(expected("copy", "dtype", y.dtype, "elements of 1, 2 or 4 bytes"))

@@ -57,7 +57,7 @@ class Recording:
     A step is done by ``()``; on a stream to capture by a function of that, where there is one. Both give the driver's status, or None.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_graph", "_kept", "_moved", "_names", "device", "steps", "stream", "whole")
+    __slots__ = ("__weakref__", "_calls", "_graph", "_kept", "_moved", "_names", "_slow", "device", "steps", "stream", "whole")
 
     def __init__(self) -> None:
         self.device = self.stream = -1
@@ -68,15 +68,18 @@ class Recording:
         self._kept: list[object] = []  # the kernels of the graph
         self._calls = 0
         self._graph: Callable[[], Any] | None = None
+        self._slow = False
 
-    def add(self, device: int, stream: int, name: str, step: Callable[[], Any], moved: Callable[[int], Any] | None = None) -> None:
-        """Another step; steps of two devices or streams do not make a recording."""
+    def add(self, device: int, stream: int, name: str, step: Callable[[], Any], moved: Callable[[int], Any] | None = None,
+            slow: bool = False) -> None:
+        """Another step; steps of two devices or streams do not make a recording. ``slow``: slower than the launch of a graph is."""
         if (self.device, self.stream) not in ((-1, -1), (device, stream)):
             self.whole = False
         self.device, self.stream = device, stream
         self.steps.append(step)
         self._moved.append(moved)
         self._names.append(name)
+        self._slow |= slow
 
     def launched(self, kernel: launch.Kernel, room: launch.Room, size: int, stream: int) -> None:
         """A kernel was launched from the first ``size`` bytes of a thread's memory."""
@@ -118,7 +121,8 @@ class Recording:
         except RuntimeError as error:
             raise BackendError(f"{', '.join(self._names)}: {error}") from error
         self._calls += 1
-        if not self._calls % OFTEN and len(self.steps) > 1 and None not in self._moved and not launch.capturing(self.stream):
+        worth = len(self.steps) > 1 or self._slow
+        if not self._calls % OFTEN and worth and None not in self._moved and not launch.capturing(self.stream):
             self._capture()
 
     def _capture(self) -> None:
@@ -133,7 +137,7 @@ class Recording:
                     statuses = [moved(aside.ptr) for moved in self._moved if moved is not None]
                 finally:
                     graph = aside.end_capture()
-            except (RuntimeError, BackendError) as error:
+            except (RuntimeError, ValueError, BackendError) as error:
                 log.debug("%s: no graph: %s", ", ".join(self._names), error)
                 self._moved.append(None)  # nor will there be one
                 return
@@ -191,11 +195,14 @@ def recording() -> Iterator[Recording]:
         here.recording = before
 
 
-def put(device: int, stream: int, name: str, step: Callable[[], Any]) -> None:
-    """Do what neither launches a kernel nor is a product of cuBLASLt, here and whenever the call is made again."""
-    step()
+def put(device: int, stream: int, name: str, work: Callable[[int], Any], captured: Callable[[int], Any] | None = None,
+        slow: bool = False) -> None:
+    """Do what neither launches a kernel nor is a product of cuBLASLt, here and whenever the call is made again. ``work``: does it on the
+    stream that it is given; ``captured``: the same on a stream that is captured, where that is another function; ``slow``: see
+    ``Recording.add``."""
+    work(stream)
     if launch.here.recording is not None:
-        launch.here.recording.add(device, stream, name, step)
+        launch.here.recording.add(device, stream, name, partial(work, stream), captured or work, slow)
 
 
 def spoil() -> None:

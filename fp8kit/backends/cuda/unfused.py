@@ -155,8 +155,8 @@ def backward(problem: Problem, d_o: ArrayView, q: ArrayView, k: ArrayView, v: Ar
     strides = (*bhsd(problem.qkv_format, o)[:3], *bhsd(problem.qkv_format, d_o)[:3])
     if dbias is not None:
         with launch.current_device(call.device):
-            step = functools.partial(launch.runtime().memsetAsync, call.base + cut.dbias, 0, 4 * dbias.size, stream)
-            recorded.put(call.device, stream, "memset", step)
+            clear = functools.partial(launch.runtime().memsetAsync, call.base + cut.dbias, 0, 4 * dbias.size)
+            recorded.put(call.device, stream, "memset", clear)
     for tile in _tiles(problem, cut):
         rows, keys = call.queries(q, tile), call.keys(k, tile)
         upstream = call.queries(d_o, tile)
