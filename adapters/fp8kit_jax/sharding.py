@@ -3,7 +3,7 @@
 ``cuts`` says along what a program may be cut, and what one device computes then (its ``local`` program). Which dimension of every array
 goes along is not written down anywhere: the operation's own ``infer`` is asked for the program of one device, and what has become smaller
 is cut. What has not, is the same on all devices, or a sum over them (``Cut.sums``); amaxes are maxima over them, taken before the
-cast where scales are current (``shared``).
+cast where scales are current (``shared``). Dropout's numbers are those of one device (``spread``), cuDNN's own aside.
 
 A program that cannot be cut as its arguments are, because rows of different devices meet in it or because a device's part would be padded,
 runs whole on every device along that mesh axis.
@@ -174,6 +174,7 @@ def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence
                 start = jax.lax.axis_index(one.axes) * (meta.shape[0] - 1)
                 window = jax.lax.dynamic_slice_in_dim(given[i], start, meta.shape[0])
                 given[i] = window - window[0]
+    part, given = spread.placed(part, given, {one.cut.kind: one.axes for one in chosen})
     everywhere = tuple(axis for one in chosen for axis in one.axes)
     special = spread.special(part, chosen[0].cut.kind) if chosen else None
     results = list(special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind))

@@ -22,13 +22,14 @@ struct Rules {
   const i64* rng;
   i64 threshold;
   f64 inverse_keep;
+  const i32* dropout_place;  // first batch, first head and heads of the attention whose words are drawn; null: this one's
   i64 heads, s_q, s_kv;
 };
 
 // A query row: it sees columns first ... last - 1 (but for the mask array). `place`: the column on its diagonal. `sink`: its further
-// score, -Inf where it has none. `stats`: its index in lse (b, h, s_q).
+// score, -Inf where it has none. `stats`: its index in lse (b, h, s_q). `drawn`: that index where dropout's words are counted.
 struct Row {
-  i64 batch, head, i, place, first, last, stats;
+  i64 batch, head, i, place, first, last, stats, drawn;
   float sink;
 };
 
@@ -38,7 +39,8 @@ DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) { return cu == nullp
 DEVICE Row make_row(const Rules& rules, i64 batch, i64 head, i64 i) {
   Row row;
   row.batch = batch, row.head = head, row.i = i;
-  row.stats = (batch * rules.heads + head) * rules.s_q + i;
+  row.drawn = row.stats = (batch * rules.heads + head) * rules.s_q + i;
+  if (const i32* at = rules.dropout_place) row.drawn = ((at[0] + batch) * at[2] + at[1] + head) * rules.s_q + i;
   const i64 rows = true_length(rules.cu_q, batch, rules.s_q), columns = true_length(rules.cu_kv, batch, rules.s_kv);
   const bool exists = i < rows;
   row.place = i + (rules.bottom_right ? columns - rows : 0);
@@ -74,7 +76,7 @@ DEVICE void dropout_factors(const Rules& rules, const Row& row, i64 j, float (&f
     return;
   }
   u32 words[4];
-  philox_words<4>(load_rng(rules.rng), (u64)(row.stats * rules.s_kv + j), words);
+  philox_words<4>(load_rng(rules.rng), (u64)(row.drawn * rules.s_kv + j), words);
 #pragma unroll
   for (int n = 0; n < 4; ++n) factor[n] = words[n] >= (u32)rules.threshold ? (float)rules.inverse_keep : 0.0f;
 }
