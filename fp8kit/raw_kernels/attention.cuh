@@ -27,9 +27,9 @@ struct Rules {
 };
 
 // A query row: it sees columns first ... last - 1 (but for the mask array). `place`: the column on its diagonal. `sink`: its further
-// score, -Inf where it has none. `stats`: its index in lse (b, h, s_q). `drawn`: that index where dropout's words are counted.
+// score, -Inf where it has none. `stats`: its index in lse (b, h, s_q).
 struct Row {
-  i64 batch, head, i, place, first, last, stats, drawn;
+  i64 batch, head, i, place, first, last, stats;
   float sink;
 };
 
@@ -39,8 +39,7 @@ DEVICE i64 true_length(const i32* cu, i64 batch, i64 whole) { return cu == nullp
 DEVICE Row make_row(const Rules& rules, i64 batch, i64 head, i64 i) {
   Row row;
   row.batch = batch, row.head = head, row.i = i;
-  row.drawn = row.stats = (batch * rules.heads + head) * rules.s_q + i;
-  if (const i32* at = rules.dropout_place) row.drawn = ((at[0] + batch) * at[2] + at[1] + head) * rules.s_q + i;
+  row.stats = (batch * rules.heads + head) * rules.s_q + i;
   const i64 rows = true_length(rules.cu_q, batch, rules.s_q), columns = true_length(rules.cu_kv, batch, rules.s_kv);
   const bool exists = i < rows;
   row.place = i + (rules.bottom_right ? columns - rows : 0);
@@ -75,8 +74,10 @@ DEVICE void dropout_factors(const Rules& rules, const Row& row, i64 j, float (&f
     for (int n = 0; n < 4; ++n) factor[n] = 1.0f;
     return;
   }
+  i64 drawn = row.stats;  // the row's index where words are counted: here, where the compiler keeps it out of make_row's registers
+  if (const i32* at = rules.dropout_place) drawn = ((at[0] + row.batch) * at[2] + at[1] + row.head) * rules.s_q + row.i;
   u32 words[4];
-  philox_words<4>(load_rng(rules.rng), (u64)(row.drawn * rules.s_kv + j), words);
+  philox_words<4>(load_rng(rules.rng), (u64)(drawn * rules.s_kv + j), words);
 #pragma unroll
   for (int n = 0; n < 4; ++n) factor[n] = words[n] >= (u32)rules.threshold ? (float)rules.inverse_keep : 0.0f;
 }

@@ -165,10 +165,9 @@ def test_dropped_attention_weights_are_those_of_one_device(split):
     assert (np.asarray(dropped(Q, K, V)) != np.asarray(fj.dot_product_attention(Q, K, V))).any()
 
 
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("case", ATTENTIONS)
+@pytest.mark.parametrize(("case", "wide"), [*((case, False) for case in ATTENTIONS), ("padding", True)])
 def test_dropped_weights_beside_every_rule(case, wide):
-    """Also in the other order of dimensions, with a bias and its gradient, with sinks, and where JAX has 64 bits."""
+    """``wide``: where JAX has 64 bits."""
     with jax.enable_x64(wide):
         options = {"dropout_rate": 0.3, "dropout_key": KEY} | ATTENTIONS[case]
         check(lambda q, k, v: fj.dot_product_attention(q, k, v, **options), (Q, K, V), (HEADS,) * 3)
