@@ -42,7 +42,11 @@ def dot_product_attention(
       Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU nobody looks: rows may come out
       wrong, but nothing out of bounds is touched.
     * ``bias``: h (1 | b, 1 | heads, 1 | s_q, s_kv), differentiable; ``attn_bias_type``: None is "post_scale_bias" where there is one.
-    * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
+    * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. Over several devices, ``jax.jit`` splits it by batches and heads, and it
+      drops what one device drops, but for cuDNN, which has a stream of its own and no part in that: both directions over several devices,
+      or both on one. In a ``shard_map`` each device drops by itself, with the key it is given: ``jax.random.fold_in(key,
+      jax.lax.axis_index(axis))`` is one for each.
+    * The rest: see ``fp8kit.ops.attention_spec.AttentionSpec``.
 
     Returns h (b, s_q, heads, d_v), or as query's format has it.
     """

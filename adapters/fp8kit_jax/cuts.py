@@ -198,9 +198,9 @@ def _activation(program: Program) -> list[Cut]:
 
 
 def _attention(program: Program) -> list[Cut]:
-    """By batches and by heads, but not where dropout draws its numbers, which know their place in the whole array."""
+    """By batches and by heads."""
     spec, metas, views = program.spec, dict(program.metas), dict(program.views)
-    if spec.dropout or spec.packed:
+    if spec.packed:
         return []
     main = [name for name in ("q", "k", "v", "kv", "qkv") if name in metas]
     at = spec.qkv_format.index("b")

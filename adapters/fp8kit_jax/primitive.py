@@ -59,7 +59,7 @@ def _several() -> bool:
 def _split(program: Program, mesh: Any, wide: bool) -> Any:
     """The split form of a program as a jaxpr, traced where ``mesh`` is in force; ``wide``: with 64 bits (``wire``)."""
     shapes = [jax.ShapeDtypeStruct(*wire(meta, shape)) for meta, shape in _both(program, "arguments")]
-    return jax.make_jaxpr(sharding.partitioned(program, part_p.bind))(*shapes)
+    return jax.make_jaxpr(sharding.partitioned(program, part_p.bind, wide))(*shapes)
 
 
 # --- shapes and dtypes ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 ``cuts`` says along what a program may be cut, and what one device computes then (its ``local`` program). Which dimension of every array
 goes along is not written down anywhere: the operation's own ``infer`` is asked for the program of one device, and what has become smaller
 is cut. What has not, is the same on all devices, or a sum over them (``Cut.sums``); amaxes are maxima over them, taken before the
-cast where scales are current (``shared``).
+cast where scales are current (``shared``). Dropout's numbers are those of one device (``spread``), cuDNN's own aside.
 
 A program that cannot be cut as its arguments are, because rows of different devices meet in it or because a device's part would be padded,
 runs whole on every device along that mesh axis.
@@ -68,10 +68,11 @@ def _found(program: Program, cut: Cut) -> tuple[Dims, Dims] | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def partitioned(program: Program, bind: Bind) -> Any:
-    """The program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one device."""
+def partitioned(program: Program, bind: Bind, wide: bool) -> Any:
+    """The program as a function that XLA may split. ``bind(*arrays, program=...)`` runs it on one device; ``wide``: with 64 bits, which XLA
+    does not know when it asks for a part."""
     function = custom_partitioning(lambda *arrays: tuple(bind(*arrays, program=program)))
-    function.def_partition(functools.partial(_partition, program, bind), sharding_rule=_rule(program))
+    function.def_partition(functools.partial(_partition, program, bind, wide), sharding_rule=_rule(program))
     return function
 
 
@@ -151,13 +152,14 @@ def result_specs(program: Program, mesh: Any, specs: Sequence[Any]) -> dict[str,
     return {name: spec for (name, _), spec in zip(program.results, found, strict=True)}
 
 
-def _partition(program: Program, bind: Bind, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
+def _partition(program: Program, bind: Bind, wide: bool, mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> Any:
     chosen = _choose(program, mesh, [shape.sharding.spec for shape in arg_shapes])
     part = local(program, tuple((one.cut, math.prod(mesh.shape[axis] for axis in one.axes)) for one in chosen))
     assert part is not None
 
     def lower(*arrays: Any) -> tuple[Any, ...]:
-        return _run_part(part, bind, arrays, chosen)
+        with jax.enable_x64(wide):
+            return _run_part(part, bind, arrays, chosen)
 
     results, arguments = (tuple(NamedSharding(mesh, spec) for spec in _specs(program, chosen, kind)) for kind in ("results", "arguments"))
     return mesh, lower, results, arguments
@@ -174,6 +176,7 @@ def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence
                 start = jax.lax.axis_index(one.axes) * (meta.shape[0] - 1)
                 window = jax.lax.dynamic_slice_in_dim(given[i], start, meta.shape[0])
                 given[i] = window - window[0]
+    part, given = spread.placed(part, given, {one.cut.kind: one.axes for one in chosen})
     everywhere = tuple(axis for one in chosen for axis in one.axes)
     special = spread.special(part, chosen[0].cut.kind) if chosen else None
     results = list(special(part, given, chosen[0].axes, bind) if special else shared.run(part, given, everywhere, bind))

@@ -1,5 +1,5 @@
 """Operations of which a device's part is no call of the same operation: dropout, whose numbers know their place in the whole array, the
-mean of cross entropy, a quotient of two sums over devices, and a cast with one current scale.
+mean of cross entropy, a quotient of two sums over devices, and a cast with one current scale. An attention with dropout is told its place.
 
 Philox4x32-10 (Salmon et al., SC'11) here draws the words that the kernels draw (``backends.protocol``).
 """
@@ -7,13 +7,16 @@ Philox4x32-10 (Salmon et al., SC'11) here draws the words that the kernels draw 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from fp8kit.formats import int32
+from fp8kit.ops.attention_spec import LAYOUTS, batch_of
+from fp8kit.spec import Meta
 from fp8kit_jax.amaxes import AMAX, amax_of, scale_of
 from fp8kit_jax.program import Program
 
@@ -31,6 +34,23 @@ def special(program: Program, kind: str) -> Special | None:
     if program.operation == "cross_entropy" and program.spec.reduction == "mean" and program.face == "forward":
         return _mean
     return None
+
+
+def placed(program: Program, arrays: Sequence[Any], axes: Mapping[str, tuple[str, ...]]) -> tuple[Program, Sequence[Any]]:
+    """A device's part as it runs: attention with dropout gets its place in the whole. ``axes``: the manual axes of each kind of cut.
+
+    What may be cut gets one where it is not, too: XLA may split the two directions differently, and both must drop the same weights. cuDNN,
+    whose numbers know only the call, would not."""
+    spec = program.spec
+    if program.operation != "attention" or not spec.dropout or spec.packed:
+        return program, arrays
+    batches = batch_of(spec.qkv_format, dict(program.metas)[next(iter(LAYOUTS[spec.layout]))].shape)
+    batch, head = (jax.lax.axis_index(axes[kind]) * count if kind in axes else 0
+                   for kind, count in (("rows", batches), ("heads", spec.num_heads)))
+    heads = spec.num_heads * (jax.lax.axis_size(axes["heads"]) if "heads" in axes else 1)
+    place, rest = jnp.array([batch, head, heads], jnp.int32), iter(arrays)
+    inner = replace(program, spec=replace(spec, placed=True), metas=(*program.metas, ("dropout_place", Meta((3,), int32))))
+    return inner, [place if name == "dropout_place" else next(rest) for name, _ in inner.arguments]
 
 
 def _quantized(program: Program, arrays: Sequence[Any], axes: tuple[str, ...], bind: Callable[..., Any]) -> list[Any]:

@@ -45,7 +45,8 @@ class Attention(Operation):
       also ``cu_seqlens_q_padded``, ``cu_seqlens_kv_padded``: where each sequence starts, if there are gaps between them.
     * ``mask``: bool or uint8 (1 | b, 1 | h, 1 | s_q, s_kv), with mask "arbitrary". ``bias``: likewise, in the inputs' dtype, with a bias.
     * ``alibi_slopes``: float32 (h,) or (b, h), with "alibi". ``softmax_offset``: float32 (h,), with softmax type "learnable".
-    * ``rng``: int64 (2,) seed and offset, where dropout > 0.
+    * ``rng``: int64 (2,) seed and offset, where dropout > 0. ``dropout_place``: int32 (3,), where ``placed``: which batch and which
+      head of the larger attention the first ones are, and how many heads that has. On CUDA the unfused path takes it.
 
     Batch, lengths and t may be 0: without keys o is 0, and where nothing is attended to or by, gradients are. Heads and features may not.
 

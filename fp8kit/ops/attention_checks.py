@@ -79,6 +79,7 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
         "softmax_offset": _Extra(spec.softmax_type == "learnable", spec.softmax_type == "learnable", (formats.float32,), [(heads,)],
                                  f"({heads},)", f"with softmax_type {spec.softmax_type!r}"),
         "rng": _Extra(True, spec.dropout > 0, (formats.int64,), [(2,)], "(2,)", f"with dropout {spec.dropout}"),
+        "dropout_place": _Extra(spec.placed, spec.placed, (formats.int32,), [(3,)], "(3,)", f"with placed {spec.placed}"),
     }  # fmt: skip
     found = []
     for name, (may, must, dtypes, shapes, said, why) in table.items():

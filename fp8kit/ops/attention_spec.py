@@ -45,6 +45,8 @@ class AttentionSpec:
     * ``layout``: which inputs there are. "separate": q, k, v; "q_kv": q and kv; "qkv": one input qkv. A packed input holds its parts one
       after the other in the last dimension: [h * d of q | g * d of k | g * d_v of v]. "qkv_interleaved": one input qkv, head after head,
       each [d of q | d of k | d_v of v]; only where g = h.
+    * ``placed``: whether the call is a part, some batches and heads, of a larger attention with dropout, and drops what that drops there: a
+      ``dropout_place`` comes.
     * ``zero_padded``: whether rows beyond the true lengths are known to hold 0, which spares the engines a look at them; as "thd" has it.
     """
 
@@ -65,6 +67,7 @@ class AttentionSpec:
     max_seqlen_q: int = 0
     max_seqlen_kv: int = 0
     zero_padded: bool = False
+    placed: bool = False
 
     def __post_init__(self) -> None:
         def settle(name: str, value: object) -> None:
@@ -148,6 +151,7 @@ def check(spec: AttentionSpec) -> None:
     want("layout", not spec.interleaved or spec.num_gqa_groups == spec.num_heads, f"one with {spec.num_gqa_groups} groups of heads")
     want("softmax_scale", math.isfinite(spec.softmax_scale), "a finite number")
     want("dropout", 0 <= spec.dropout < 1, "a probability in [0, 1)")
+    want("placed", not spec.placed or spec.dropout > 0, "False without dropout")
     want("bias", spec.bias in BIASES, f"one of {', '.join(BIASES)}")
     want("softmax_type", spec.softmax_type in SOFTMAX_TYPES, f"one of {', '.join(SOFTMAX_TYPES)}")
     want("window_size", len(spec.window_size) == 2 and min(spec.window_size) >= -1, "(left, right), each -1 (unbounded) or more")

@@ -22,6 +22,7 @@ struct Rules {
   const i64* rng;
   i64 threshold;
   f64 inverse_keep;
+  const i32* dropout_place;  // first batch, first head and heads of the attention whose words are drawn; null: this one's
   i64 heads, s_q, s_kv;
 };
 
@@ -73,8 +74,10 @@ DEVICE void dropout_factors(const Rules& rules, const Row& row, i64 j, float (&f
     for (int n = 0; n < 4; ++n) factor[n] = 1.0f;
     return;
   }
+  i64 drawn = row.stats;  // the row's index where words are counted: here, where the compiler keeps it out of make_row's registers
+  if (const i32* at = rules.dropout_place) drawn = ((at[0] + row.batch) * at[2] + at[1] + row.head) * rules.s_q + row.i;
   u32 words[4];
-  philox_words<4>(load_rng(rules.rng), (u64)(row.stats * rules.s_kv + j), words);
+  philox_words<4>(load_rng(rules.rng), (u64)(drawn * rules.s_kv + j), words);
 #pragma unroll
   for (int n = 0; n < 4; ++n) factor[n] = words[n] >= (u32)rules.threshold ? (float)rules.inverse_keep : 0.0f;
 }

@@ -36,6 +36,7 @@ class Rules:
     padded: bool = False
     masked: bool = False
     zero_padded: bool = False
+    placed: bool = False
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ def test_tiles_cover_every_row_once_in_bounded_memory(rows: int, columns: int, g
         ({"bias": "alibi"}, False, "bias 'alibi': only the unfused path has it"),
         ({"softmax_type": "learnable"}, True, "softmax_type 'learnable': only the unfused path has it"),
         ({"masked": True}, False, "mask 'arbitrary': only the unfused path reads a mask array"),
+        ({"dropout": 0.1, "placed": True}, True, "placed: cuDNN's dropout knows no part of a larger attention"),
         ({"rows": 80, "bottom_right": True}, False, "a row that sees no column: cuDNN gives NaN for it"),
         ({"rows": 80, "left": 7}, True, "a row that sees no column: cuDNN gives NaN for it"),
         ({"rows": 80, "left": 8}, True, None),
@@ -273,25 +274,27 @@ def test_rules_known_before_asking_cudnn(change: dict[str, Any], backward: bool,
 
 def test_the_rules_structure_has_the_sources_layout() -> None:
     """Addresses and numbers where raw_kernels/attention.cuh reads them, in 8 bytes each."""
-    about = Problem(2, 6, 3, 40, 72, 64, 64, "bfloat16", "sbhd", 0.125, 0.5, True, True, 7, 0, True, "pre_scale_bias", "learnable")
+    about = Problem(2, 6, 3, 40, 72, 64, 64, "bfloat16", "sbhd", 0.125, 0.5, True, True, 7, 0, True, "pre_scale_bias", "learnable",
+                    placed=True)
 
     def view(ptr: int, *shape: int) -> ArrayView:
         return ArrayView(ptr, shape, formats.float32, CUDA)
 
-    extras = AttentionExtras(view(1, 3), view(2, 3), view(3, 2), view(4, 2, 1, 40, 72), view(5, 1, 6, 1, 72), view(6, 2, 6), view(7, 6))
+    extras = AttentionExtras(view(1, 3), view(2, 3), view(3, 2), view(4, 2, 1, 40, 72), view(5, 1, 6, 1, 72), view(6, 2, 6), view(7, 6),
+                             view(8, 3))
     words = np.frombuffer(attention_rules.pack(about, extras), np.int64)
     doubles = words.view(np.float64)
     assert words[:10].tolist() == [1, 2, 4, 40 * 72, 0, 72, 5, 0, 72, 0]
     assert words[11:18].tolist() == [6, 6, 7, 1, 7, 0, 1]
     assert words[19:21].tolist() == [3, 2**31]
-    assert words[22:].tolist() == [6, 40, 72]
+    assert words[22:].tolist() == [8, 6, 40, 72]
     assert [doubles[i] for i in (10, 18, 21)] == [0.125, 0.125, 2.0]
     header = (manifest.FOLDER / "attention.cuh").read_text().partition("struct Rules {")[2].partition("};")[0]
     declared = ",".join(line.partition("//")[0].strip(" ;") for line in header.splitlines())
     names = [name.split()[-1].strip("*") for name in declared.split(",") if name]
     assert " ".join(names) == (
         "cu_q cu_kv mask mask_batch mask_head mask_row bias bias_batch bias_head bias_row bias_factor slopes slopes_batch offset sink left "
-        "right bottom_right scale rng threshold inverse_keep heads s_q s_kv"
+        "right bottom_right scale rng threshold inverse_keep dropout_place heads s_q s_kv"
     )
 
 

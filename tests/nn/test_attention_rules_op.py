@@ -199,11 +199,33 @@ def test_one_qkv_input_of_packed_sequences() -> None:
     assert_same_bits("grads", one["qkv"], np.concatenate([other[p] for p in "qkv"], axis=1))
 
 
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_a_part_drops_what_the_whole_drops(form: str) -> None:
+    """Batches 1 and 2 and query heads 2 and 3, over key head 1: a slice of the whole's results and gradients, bit for bit."""
+    spec = change(qkv_format=form, mask="causal_bottom_right", dropout=0.4)
+    case, batches = Case(spec), 1 if form == "sbhd" else 0
+    inputs, do = case.inputs(), case.place(case.do, "q")
+
+    def part(x: Any, heads: int) -> Any:
+        apart = x.reshape(*x.shape[:2], heads, 8)
+        return np.ascontiguousarray(apart.take([1, 2], batches)[:, :, heads // 2 :])
+
+    count = {"q": 4, "k": 2, "v": 2, "o": 4}
+    whole = run(spec, inputs, do, frozenset("qkv"))
+    place = {"rng": RNG, "dropout_place": np.array([1, 2, 4], np.int32)}
+    small = dataclasses.replace(spec, num_heads=2, num_gqa_groups=1, placed=True)
+    found = run(small, {name: part(inputs[name], count[name]) for name in "qkv"} | place, part(do, 4), frozenset("qkv"))
+    for name, heads in count.items():
+        want = part(whole[name], heads)
+        assert_same_bits(name, found[name].reshape(want.shape), want)
+
+
 def meta(*shape: int, dtype: str = "float32") -> Meta:
     return Meta(shape, formats.dtype(dtype))
 
 
 GOOD = {"q": meta(13, 3, 32), "k": meta(17, 3, 16), "v": meta(17, 3, 2, 8)}
+DROPPED = GOOD | {"rng": meta(2, dtype="int64")}
 CU = {"cu_seqlens_q": meta(4, dtype="int32"), "cu_seqlens_kv": meta(4, dtype="int32")}
 TOKENS = {"q": meta(18, 32), "k": meta(30, 16), "v": meta(30, 2, 8)}
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
@@ -224,6 +246,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
     "slopes": ({"bias": "alibi"}, GOOD | {"alibi_slopes": meta(3)}, ShapeError, r"alibi_slopes: got shape \(3,\), expected \(4,\) or"),
     "no_offset": ({"softmax_type": "learnable"}, GOOD, ShapeError, "softmax_offset: got None"),
     "offset_unheard": ({}, GOOD | {"softmax_offset": meta(4)}, ShapeError, "softmax_offset"),
+    "placed": ({"placed": True}, GOOD, ShapeError, "placed: got True, expected False without dropout"),
+    "no_place": ({"placed": True, "dropout": 0.1}, DROPPED, ShapeError, r"dropout_place: got None, expected int32 \(3,\) with placed True"),
+    "place_unheard": ({"dropout": 0.1}, DROPPED | {"dropout_place": meta(3, dtype="int32")}, ShapeError, "dropout_place: got shape"),
+    "place_dtype": ({"placed": True, "dropout": 0.1}, DROPPED | {"dropout_place": meta(3, dtype="int64")}, FormatError,
+                    "dropout_place: got fp8kit.int64"),
     "depth_of_v": ({"head_dim_v": 4}, GOOD, ShapeError, r"v: got shape \(17, 3, 2, 8\), expected \(sequence, batch, 8\)"),
     "thd_mask": (THD, TOKENS | CU, ShapeError, "mask: got 'no_mask', expected one of the padding masks"),
     "thd_no_lengths": (THD | {"mask": "padding"}, TOKENS, ShapeError, "cu_seqlens_q: got None"),

@@ -2,7 +2,8 @@
 
 The choice is a function of the problem, with its strides, and of the device alone, made once and kept, so that forward and backward agree
 without telling each other. Both paths save the same log-sum-exp, so one call's two directions may differ in path; not with dropout, where
-each path has its own random stream: there cuDNN must take both directions.
+each path has its own random stream: there cuDNN must take both directions. A part of a larger attention with dropout is never cuDNN's: its
+two directions may be parts of other sizes, and only numbers that belong to an element are then the same.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class Problem(NamedTuple):
     bias: str = "no_bias"
     softmax_type: str = "vanilla"
     zero_padded: bool = False
+    placed: bool = False
     strides: tuple[Strides, ...] = ()
 
     @property
@@ -68,7 +69,7 @@ def problem(q: Shape, k: Shape, v: Shape, dtype: DType, spec: AttentionSpec, str
     return Problem(
         q[b], q[2], k[2], q[s], k[s], q[3], v[3], dtype.name, spec.qkv_format, spec.softmax_scale, spec.dropout, spec.padded, spec.masked,
         left, right, spec.bottom_right and slanted and (spec.padded or q[s] != k[s]), bias, spec.softmax_type,
-        spec.zero_padded, tuple([_ordered(spec.qkv_format, steps) for steps in strides]),
+        spec.zero_padded, spec.placed, tuple([_ordered(spec.qkv_format, steps) for steps in strides]),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.protocol import AttentionExtras
 
-_RULES = struct.Struct("=10qd7qd2qd3q")
+_RULES = struct.Struct("=10qd7qd2qd4q")
 
 
 def _address(view: ArrayView | None) -> int:
@@ -34,5 +34,5 @@ def pack(problem: Problem, extras: AttentionExtras) -> bytes:
         _address(extras.softmax_offset), int(problem.softmax_type != "vanilla"), problem.left, problem.right, int(problem.bottom_right),
         problem.scale,
         _address(extras.rng) if problem.dropout else 0, int(problem.dropout * 2**32), 1 / (1 - problem.dropout),
-        problem.heads, problem.rows, problem.columns,
+        _address(extras.dropout_place) if problem.placed else 0, problem.heads, problem.rows, problem.columns,
     )  # fmt: skip

@@ -128,6 +128,8 @@ def _refused(problem: Problem, backward: bool) -> str | None:
             found.append(f"{name} {value!r}: only the unfused path has it")
     if problem.masked:
         found.append("mask 'arbitrary': only the unfused path reads a mask array")
+    if problem.placed:
+        found.append("placed: cuDNN's dropout knows no part of a larger attention")
     if problem.blind:
         found.append("a row that sees no column: cuDNN gives NaN for it")
     for name, strides in zip("qkv", problem.strides, strict=False):

@@ -60,6 +60,10 @@ class AttentionSpec(Protocol):
     def dropout(self) -> float:
         """Probability of dropping a weight, in [0, 1)."""
 
+    @property
+    def placed(self) -> bool:
+        """Whether a dropout_place comes: the call is a part of a larger attention, whose numbers it draws. Only with dropout."""
+
 
 class AttentionExtras(NamedTuple):
     """What an attention may be given beside q, k and v; ``None`` where its spec does not ask for it.
@@ -69,6 +73,8 @@ class AttentionExtras(NamedTuple):
     * ``mask``: uint8 or bool (1 | b, 1 | h, 1 | s_q, s_kv), not 0 where a score is masked out.
     * ``bias``: h, q's dtype, (1 | b, 1 | h, 1 | s_q, s_kv).
     * ``alibi_slopes``: float32 (h,) or (b, h). ``softmax_offset``: float32 (h,).
+    * ``dropout_place``: int32 (3,), which batch and which head of the larger attention the first ones are, and how many heads that has; of
+      any values, for they choose random words alone.
     """
 
     cu_seqlens_q: ArrayView | None = None
@@ -78,6 +84,7 @@ class AttentionExtras(NamedTuple):
     bias: ArrayView | None = None
     alibi_slopes: ArrayView | None = None
     softmax_offset: ArrayView | None = None
+    dropout_place: ArrayView | None = None
 
 
 class Attentions(Protocol):
@@ -108,7 +115,8 @@ class Attentions(Protocol):
         lse: float32 (b, h, s_q), the row's log-sum-exp, that further score included; -Inf for a row that sees nothing (vanilla) or lies
         beyond n_q. o of a row that sees nothing is 0. What lies in padding, in the rows of q beyond n_q and of k and v beyond n_kv, never
         reaches a true row, be it NaN or Inf, and the padding rows of o are 0. P's element index for dropout is
-        ((b * heads + h) * s_q + i) * s_kv + j."""
+        ((b * heads + h) * s_q + i) * s_kv + j; with a dropout_place (b0, h0, heads') it is
+        (((b0 + b) * heads' + h0 + h) * s_q + i) * s_kv + j, so that a part drops what the whole drops there."""
 
     def attention_bwd(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.backends.protocol import AttentionExtras, AttentionSpec
 from fp8kit.backends.reference._numpy import Array, Float32, quiet, store
-from fp8kit.backends.reference.attention_rules import Scores, Sizes, blocks, seen, true_lengths
+from fp8kit.backends.reference.attention_rules import Scores, Sizes, blocks, place_of, seen, true_lengths
 from fp8kit.backends.reference.dropout import dropout
 from fp8kit.backends.reference.exponential import exp32
 from fp8kit.backends.reference.threads import njit, prange
@@ -38,7 +38,7 @@ def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: A
     scores = Scores(extras, spec)
     sinks = scores.sinks(sizes)
     sums[...] = np.where(_within(extras, sizes), sinks, np.float32(-np.inf))  # until a row turns out to see something
-    random = dropout(spec.dropout, extras.rng)
+    random, place = dropout(spec.dropout, extras.rng), place_of(extras, sizes)
     buffer = np.empty(0, np.float32)
     for at in blocks(sizes, queries.shape[4], extras, spec):
         buffer, p = at.room(buffer)
@@ -49,7 +49,7 @@ def attention_fwd(q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: A
         _softmax(p.reshape(-1, at.width), lse_block.reshape(-1), further, at.first, at.last - at.first, at.start, *at.band)
         sums[at.rows] = lse_block
         if random is not None:
-            p *= at.factors(random)
+            p *= at.factors(random, place)
         out[at.rows] = np.matmul(p, values[at.columns])
     _put(o, out, spec)
 
@@ -73,7 +73,7 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
     dqueries, dkeys, dvalues = np.zeros_like(queries), np.zeros_like(keys), np.zeros_like(values)
     bias = None if dbias is None else np.zeros(dbias.shape, np.float32)
     scores = Scores(extras, spec)
-    random = dropout(spec.dropout, extras.rng)
+    random, place = dropout(spec.dropout, extras.rng), place_of(extras, sizes)
     first, second = np.empty(0, np.float32), np.empty(0, np.float32)
     for at in blocks(sizes, queries.shape[4], extras, spec):
         first, p = at.room(first)
@@ -81,7 +81,7 @@ def attention_bwd(do: ArrayView, q: ArrayView, k: ArrayView, v: ArrayView, o: Ar
         np.matmul(queries[at.rows], keys[at.columns].swapaxes(-1, -2), out=p)
         scores.complete(p, at)
         np.matmul(upstream[at.rows], values[at.columns].swapaxes(-1, -2), out=ds)
-        factors = None if random is None else at.factors(random)
+        factors = None if random is None else at.factors(random, place)
         if factors is not None:
             ds *= factors
         _gradient(p.reshape(-1, at.width), ds.reshape(-1, at.width), sums[at.rows].reshape(-1), delta[at.rows].reshape(-1), at.first,

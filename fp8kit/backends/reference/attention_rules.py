@@ -92,12 +92,13 @@ class Block(NamedTuple):
             buffer = np.empty(size, np.float32)
         return buffer, buffer[:size].reshape(self.shape)
 
-    def factors(self, random: Dropout) -> Float32:
-        """The dropout factors of this block: element ((batch * heads + head) * s_q + i) * s_kv + j."""
+    def factors(self, random: Dropout, place: tuple[int, int, int]) -> Float32:
+        """The dropout factors of this block: element ((batch * heads + head) * s_q + i) * s_kv + j; ``place``: see ``place_of``."""
         z = self.sizes
-        heads = np.arange(self.batches.start * z.kv_heads * z.group, self.batches.stop * z.kv_heads * z.group)
+        batches = np.arange(self.batches.start, self.batches.stop) + place[0]
+        heads = batches[:, None] * place[2] + place[1] + np.arange(z.kv_heads * z.group)
         rows = np.arange(self.first, self.last)
-        starts = (heads[:, None] * z.rows + rows) * z.columns + self.start
+        starts = (heads.reshape(-1, 1) * z.rows + rows) * z.columns + self.start
         return random.factors(starts.reshape(-1), self.width).reshape(self.shape)
 
     def of(self, array: Array) -> Array:
@@ -136,6 +137,14 @@ def blocks(sizes: Sizes, depth: int, extras: AttentionExtras, spec: AttentionSpe
             start, stop = seen(first, *band)[0], seen(last - 1, *band)[1]
             if start < stop:
                 yield Block(slice(batch, min(batch + together, sizes.batches)), first, last, start, stop, band, sizes)
+
+
+def place_of(extras: AttentionExtras, sizes: Sizes) -> tuple[int, int, int]:
+    """For dropout: which batch and head of the whole attention the first ones are, and how many heads that has."""
+    if extras.dropout_place is None:
+        return 0, 0, sizes.kv_heads * sizes.group
+    batch, head, heads = (int(n) for n in extras.dropout_place.numpy())
+    return batch, head, heads
 
 
 def true_lengths(cu_seqlens: ArrayView | None, batches: int, length: int) -> Array:

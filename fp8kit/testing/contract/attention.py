@@ -13,8 +13,17 @@ from fp8kit.formats import HIGH_PRECISION, DType, bfloat16, float16, float32
 from fp8kit.testing.attention import Oracle, Rules, Sizes
 from fp8kit.testing.compare import assert_close, assert_same_bits
 from fp8kit.testing.contract import get, poisoned, put, workspace
-from fp8kit.testing.contract.dropout import RNG, keep_factors
+from fp8kit.testing.contract.dropout import RNG, factors_of
 from fp8kit.testing.contract.elementwise import Array, draw, host, table
+
+PLACE = np.array([2**20, 5, 11], np.int32)  # from element 2^32 on already for some 400 scores
+
+
+def kept(rules: Rules, sizes: Sizes) -> Array:
+    """Dropout's factors (b, h, s_q, s_kv), those of the whole attention where the rules say placed."""
+    batch, head, heads = (int(n) for n in PLACE) if rules.placed else (0, 0, sizes.h)
+    b, h, i, j = np.ogrid[: sizes.b, : sizes.h, : sizes.s_q, : sizes.s_kv]
+    return factors_of(RNG, rules.dropout, (((batch + b) * heads + head + h) * sizes.s_q + i) * sizes.s_kv + j)
 
 
 class Problem:
@@ -25,7 +34,7 @@ class Problem:
         self.dtype, self.sizes, self.rules, self.device = dtype, sizes, rules, device
         self.q, self.k = draw(1, (z.b, z.h, z.s_q, z.d), dtype), draw(2, (z.b, z.h_kv, z.s_kv, z.d), dtype)
         self.v, self.do = draw(3, (z.b, z.h_kv, z.s_kv, z.depth_v), dtype), draw(4, (z.b, z.h, z.s_q, z.depth_v), dtype)
-        over, scores = (*z.over, z.s_kv), (z.b, z.h, z.s_q, z.s_kv)
+        over = (*z.over, z.s_kv)
         self.mask = np.random.default_rng(5).random(over) < 0.3 if rules.masked else None
         self.bias = draw(6, over, dtype) if rules.bias.endswith("scale_bias") else None
         # slopes of one batch or of each
@@ -35,7 +44,7 @@ class Problem:
         self.offset = draw(7, (z.h,), float32) if rules.softmax_type == "learnable" else None
         self.oracle = Oracle(
             dtype, z, rules, device.kind == "cpu", self.q, self.k, self.v, self.do, self.mask, self.bias, self.slopes, self.offset,
-            keep_factors(RNG, rules.dropout, scores) if rules.dropout else None,
+            kept(rules, z) if rules.dropout else None,
         )  # fmt: skip
 
     def spoil(self, value: float) -> None:
@@ -56,8 +65,8 @@ class Problem:
 
         lengths = (self.sizes.lengths_q, self.sizes.lengths_kv)
         cu = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) if n else None for n in lengths]
-        rng = RNG if self.rules.dropout else None
-        return AttentionExtras(*(there(x) for x in (*cu, rng, self.mask, self.bias, self.slopes, self.offset)))
+        rng, place = RNG if self.rules.dropout else None, PLACE if self.rules.placed else None
+        return AttentionExtras(*(there(x) for x in (*cu, rng, self.mask, self.bias, self.slopes, self.offset, place)))
 
     def room(self, kernels: Kernels, backward: bool, strides: tuple[Shape, ...] = ()) -> ArrayView:
         """The workspace for q, k and v of these strides."""
@@ -167,6 +176,9 @@ _ALL = {
     "learnable": (_LONG_KEYS, _rules("bshd", softmax_type="learnable"), False),
     "learnable-padding": (_PADDED, _rules(softmax_type="learnable", padded=True, window=(-1, 0), bottom_right=True), False),
     "depth-of-v": (Sizes(d=16, d_v=24, h=4, h_kv=2), _CAUSAL, False),
+    "placed": (Sizes(s_kv=23), _rules("bshd", dropout=0.25, placed=True), False),
+    "placed-causal-groups": (Sizes(h=6, h_kv=2, s_q=40, s_kv=40), _rules(window=(-1, 0), dropout=0.5, placed=True), False),
+    "placed-padding": (_PADDED, _rules("bshd", padded=True, dropout=0.5, placed=True), False),
 }
 # only in float32: dropout (vendor libraries draw their own masks in 16 bits), odd depths and lengths, batches or rows that see nothing
 _FLOAT32 = {

@@ -32,9 +32,13 @@ def philox(rng: Array, indices: Array) -> Array:
 
 def keep_factors(rng: Array, p: float, shape: tuple[int, ...]) -> Array:
     """0 or float32(1 / (1 - p)) as float64 for each element of an array of ``shape``."""
-    count = int(np.prod(shape))
-    kept = philox(rng, np.arange(count)) >= int(p * 2.0**32)
-    return np.asarray((kept * float(np.float32(1 / (1 - p)))).reshape(shape))
+    return factors_of(rng, p, np.arange(int(np.prod(shape))).reshape(shape))
+
+
+def factors_of(rng: Array, p: float, indices: Array) -> Array:
+    """The same for elements ``indices``, int64 of any shape."""
+    kept = philox(rng, indices) >= int(p * 2.0**32)
+    return np.asarray(kept * float(np.float32(1 / (1 - p))))
 
 
 def _add(dtype: DType, shape: tuple[int, int], p: float, biased: bool = True, residual: bool = True,

@@ -137,10 +137,82 @@ def test_attention_of_packed_arrays_biases_and_sinks():
     check(lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd"), turned, ((None, "data", "tensor"),) * 3)
 
 
-def test_dropped_attention_weights_are_those_of_one_device():
-    """Their numbers count along the whole array, so that every device computes it whole."""
-    key = jax.random.key(1)
-    check(lambda q, k, v: fj.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_key=key), (Q, K, V), (HEADS,) * 3, gathers=True)
+KEY = jax.random.key(1)
+SPLITS = {"data": ROWS, "tensor": JOINED, "both": HEADS, "batches by both": (("data", "tensor"),)}
+
+
+def pulled(function, args, g):
+    """Output and gradients of the arguments for the output's gradient ``g``."""
+    out, back = jax.vjp(function, *args)
+    return out, back(g)
+
+
+def same_bits(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_same_bits("split", np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_dropped_attention_weights_are_those_of_one_device(split):
+    """Every device draws the numbers of its batches and heads in the whole: bit for bit, forward and backward, and nothing is gathered."""
+    def dropped(q, k, v):
+        return fj.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_key=KEY)
+
+    check(dropped, (Q, K, V), (SPLITS[split],) * 3)
+    step, g = jax.jit(lambda args, g: pulled(dropped, args, g)), draw(6, 8, 16, 4, 12)
+    own = placed((Q, K, V, g), (SPLITS[split],) * 4)
+    same_bits(step(own[:3], own[3]), step((Q, K, V), g))
+    assert (np.asarray(dropped(Q, K, V)) != np.asarray(fj.dot_product_attention(Q, K, V))).any()
+
+
+@pytest.mark.parametrize(("case", "wide"), [*((case, False) for case in ATTENTIONS), ("padding", True)])
+def test_dropped_weights_beside_every_rule(case, wide):
+    """``wide``: where JAX has 64 bits."""
+    with jax.enable_x64(wide):
+        options = {"dropout_rate": 0.3, "dropout_key": KEY} | ATTENTIONS[case]
+        check(lambda q, k, v: fj.dot_product_attention(q, k, v, **options), (Q, K, V), (HEADS,) * 3)
+
+
+def test_dropped_weights_of_packed_arrays_biases_and_sinks():
+    dropped = {"dropout_rate": 0.3, "dropout_key": KEY}
+    check(lambda x: fj.dot_product_attention(x, **dropped), (draw(0, 8, 16, 3, 4, 8),), (("data", None, None, "tensor"),))
+    check(lambda q, k, v, b: fj.dot_product_attention(q, k, v, bias=b, **dropped), (Q, K, V, draw(3, 1, 4, 16, 16)),
+          (*(HEADS,) * 3, COLUMNS))
+    check(lambda q, k, v, s: fj.dot_product_attention(q, k, v, softmax_type="learnable", softmax_offset=s, **dropped),
+          (Q, K, V, draw(3, 4)), (*(HEADS,) * 3, ("tensor",)))
+    turned = [a.swapaxes(0, 1) for a in (Q, K, V)]
+    check(lambda q, k, v: fj.dot_product_attention(q, k, v, qkv_format="sbhd", **dropped), turned, ((None, "data", "tensor"),) * 3)
+
+
+def test_directions_that_are_split_differently_drop_the_same_weights():
+    """Forward by batches, backward by heads, each compiled by itself; and one of them whole."""
+    def forward(q, k, v):
+        return jax.vjp(lambda *a: fj.dot_product_attention(*a, dropout_rate=0.5, dropout_key=KEY), q, k, v)
+
+    g, back = draw(6, 8, 16, 4, 12), jax.jit(lambda kept, g: kept(g))
+    want = back(forward(Q, K, V)[1], g)
+    for first, second in ((ROWS, JOINED), (JOINED, ROWS), ((), HEADS), (HEADS, ())):
+        _, kept = jax.jit(forward)(*placed((Q, K, V), (first,) * 3))
+        moved = jax.tree.map(lambda a, second=second: placed([a], [second if a.ndim == 4 else ()])[0], kept)
+        same_bits(back(moved, placed([g], [second])[0]), want)
+
+
+def test_under_shard_map_a_device_draws_for_its_own_part():
+    """The call is the device's own, its key what it is given: what one device draws for the part with that key."""
+    def dropped(q, k, v, key):
+        return fj.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_key=key)
+
+    def local(q, k, v):
+        return dropped(q, k, v, jax.random.fold_in(KEY, jax.lax.axis_index("data")))
+
+    rows, g = P("data"), draw(6, 8, 16, 4, 12)
+    split = jax.shard_map(local, mesh=mesh(), in_specs=(rows,) * 3, out_specs=rows)
+    got = jax.jit(lambda args, g: pulled(split, args, g))(placed((Q, K, V), (ROWS,) * 3), g)
+    for device in range(4):
+        part = slice(2 * device, 2 * device + 2)
+        key = jax.random.fold_in(KEY, device)
+        own = pulled(lambda q, k, v, key=key: dropped(q, k, v, key), [a[part] for a in (Q, K, V)], g[part])
+        same_bits(jax.tree.map(lambda a, part=part: a[part], got), own)
 
 
 X, RESIDUAL, BIAS = draw(0, 8, 5, 12), draw(1, 8, 5, 12), draw(2, 12)
