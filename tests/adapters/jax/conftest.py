@@ -10,14 +10,30 @@ import pytest
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy and PyTorch allocate on the same GPU
 
-NEED_FLAX = ["test_flax.py", "test_flax_decode.py", "test_flax_fields.py", "test_flax_options.py", "test_nnx.py"]
+NEED_FLAX = ["test_flax.py", "test_flax_decode.py", "test_flax_fields.py", "test_flax_options.py", "test_nnx.py",
+             "test_same_layers.py"]
 collect_ignore = [] if importlib.util.find_spec("flax") else NEED_FLAX
 
 
 def pytest_terminal_summary(terminalreporter):
     """What was left out, said."""
     if collect_ignore:
-        terminalreporter.write_line(f"Flax is not installed: {', '.join(collect_ignore)} are left out, which need no GPU", yellow=True)
+        terminalreporter.write_line(f"Flax is not installed: {', '.join(collect_ignore)} are left out", yellow=True)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the native door's arrays live; JAX's are ``placed`` there too."""
+    return request.param
+
+
+@pytest.fixture
+def same_bits():
+    """The policy that promises equal bits."""
+    import fp8kit as fk
+
+    with fk.deterministic():
+        yield
 
 
 @pytest.fixture(autouse=True)
