@@ -240,7 +240,9 @@ class TransformerEngineBaseModule(StatefulModule):
         if kept is not None:
             assert kept.scales is not None
             ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
-            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scales, forward.device), front=NOTHING, ticket=ticket)
+            front, scale = products(self.gemms)[0], forward.scale
+            nowhere = amax_views(front, recompute.nowhere(scale.numel(), scale.device), forward.device)
+            return found._replace(scales=scale_views(front, kept.scales, forward.device), front=nowhere, ticket=ticket)
         if record:
             forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
             touch_forward(forward, recipe, training)

@@ -43,7 +43,7 @@ _passes = Passes()  # of which the later ones run; a first one is found by torch
 
 
 class _Again:
-    """What backward calls instead of a checkpointed ``function``, and what the first pass found. ``reentrant``: in which of torch's variants."""
+    """What backward calls instead of a checkpointed ``function``, and what the first pass found. ``reentrant``: torch's variant."""
 
     def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
         self.function, self.reentrant = function, reentrant
@@ -121,7 +121,7 @@ def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     """In a first pass: keep what this call of ``owner`` found, its scales by value."""
     firsts = _firsts()
     if firsts:
-        with torch._C._DisableTorchDispatch():  # a selective checkpoint counts calls, and in later passes there is no such one
+        with torchs.unseen():  # in later passes there is no such call
             kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
         for again in firsts:
             again.calls.append(kept)
@@ -131,6 +131,12 @@ def walk() -> int | None:
     """The backward pass, the outermost one, that a recomputation runs for; None where none is running."""
     running = _passes.running
     return None if running is None else running.walk
+
+
+def nowhere(slots: int, device: torch.device) -> Tensor:
+    """float32 (slots,) for amaxes of a later pass, which are not recorded again."""
+    with torchs.unseen():
+        return torch.zeros(slots, dtype=torch.float32, device=device)
 
 
 class _Anew(AbstractContextManager[None]):
@@ -249,4 +255,4 @@ def _around(tracker: Any, context_fn: Callable[[], Sequence[AbstractContextManag
     return _opened(own[0]), _Anew(lambda: _tracked(tracker, states, own[1]))
 
 
-__all__ = ["Kept", "checkpoint", "checkpoint_contexts", "first", "idle", "keep", "look", "recall", "walk"]
+__all__ = ["Kept", "checkpoint", "checkpoint_contexts", "first", "idle", "keep", "look", "nowhere", "recall", "walk"]

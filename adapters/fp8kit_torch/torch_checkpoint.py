@@ -39,6 +39,7 @@ _top = _torchs(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _pop = _torchs(torch._C._autograd, "_pop_saved_tensors_default_hooks")
 _push = _torchs(torch._C._autograd, "_push_saved_tensors_default_hooks")
 _plain = _torchs(torch._C, "_is_fwd_grad_enabled")  # not within the forward of an autograd.Function, nor in inference mode
+unseen = _torchs(torch._C, "_DisableTorchDispatch")  # a context in which a selective checkpoint's mode does not count calls
 for _name in ("_checkpoint_hook", "_recomputation_hook"):
     _torchs(checkpoint, _name)
 
@@ -92,7 +93,7 @@ def _frame_of(pack: Any) -> Any:
     return held
 
 
-def contexts(until: CodeType) -> Iterator[Any]:
+def contexts(until: CodeType | None) -> Iterator[Any]:
     """The ``ctx`` of the functions that run for the first time, reentrant, and that backward will come back to; innermost first, as far as
     a Python frame of the code ``until``."""
     if _plain() or torch.is_inference_mode_enabled():

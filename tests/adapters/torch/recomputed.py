@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from fp8kit_torch import LayerNormMLP, Linear, autocast
 
@@ -13,8 +15,9 @@ RECIPES = {"delayed": DelayedScaling(amax_history_len=3), "current": Float8Curre
 
 
 class Net(torch.nn.Module):
-    """Two times the same block. ``inside``: the autocast is opened within it; "around": not so; "call": where it is called, and has ended
-    before backward; "mixed": another one within, around a part. ``how``: called with (block, x, first), runs it; None is plainly."""
+    """Two times the same block, once in micro-batches. ``where``: the autocast is "around" the forward pass; "inside" the block, which
+    opens two; or "mixed", around the forward pass, and one of another recipe around what the block runs first. ``how``: called with
+    (block, x, first), runs the block; None is plainly."""
 
     def __init__(self, place, recipe, where, how):
         super().__init__()
@@ -22,23 +25,21 @@ class Net(torch.nn.Module):
         self.mlp = LayerNormMLP(K, 64, device=place)
         self.recipe, self.where, self.how = recipe, where, how or (lambda block, x, first: block(x, first))
 
-    def scope(self, inner):
-        on = self.recipe is not None
-        if self.where == "inside":
-            return autocast(enabled=on, recipe=self.recipe) if inner == "whole" else autocast(enabled=on, recipe=self.recipe)
-        if self.where == "mixed" and inner == "part":
-            return autocast(enabled=on, recipe=RECIPES["current"])
-        return torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
+    def scope(self, part):
+        if self.where == "inside" or (part and self.where == "mixed"):
+            return autocast(enabled=self.recipe is not None, recipe=RECIPES["current"] if self.where == "mixed" else self.recipe)
+        return contextlib.nullcontext()
 
     def block(self, x, first=None):
-        with self.scope("part"):  # what runs first is within another autocast than what follows
+        with self.scope(True):
             y = torch.nn.functional.dropout(self.a(x, first), 0.3)
-        with self.scope("whole"):
+        with self.scope(False):
             y = self.b(y, first)
             return x + self.mlp(y, first)
 
     def forward(self, x, first=None):
-        return self.how(self.block, self.how(self.block, x, first).tanh(), first)
+        once = self.how(self.block, x, first)
+        return once if first is not None else self.how(self.block, once.tanh(), first)  # in micro-batches sums would have another order
 
 
 def steps(place, recipe, where, how, micro=False, walks=1, count=3):
