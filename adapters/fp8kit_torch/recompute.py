@@ -205,7 +205,9 @@ def checkpoint(
     * ``context_fn``, ``determinism_check``: torch's, for ``use_reentrant=False``; ``debug``: False only.
     * ``distribute_saved_activations``, ``tp_group``: refused; there is no tensor parallelism yet.
 
-    ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way.
+    ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way. Not so beside
+    ``torch.compile`` with delayed scaling: torch's checkpoint within a compiled function is refused in backward, and around one its
+    non-reentrant variant is, while the reentrant one runs its second pass without the autocast that is around it.
 
     Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
     second pass does not run the FP8 layers of the first.

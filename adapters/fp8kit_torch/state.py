@@ -105,6 +105,8 @@ class ScalingState:
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
         update(recipe, states, forward=True)
+        # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with later scales, is to be refused
+        torch.autograd.graph.increment_version([state.scale for state in states])
 
     @classmethod
     def discard_forward(cls, states: Sequence[ScalingState]) -> None:

@@ -366,6 +366,29 @@ def test_a_checkpoint_that_is_not_known_is_refused_where_it_would_leave_fp8(plac
     assert_same_bits("dx", x.grad.cpu().numpy(), plain.cpu().numpy())
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_within_a_compiled_function_later_scales_are_refused(place, use_reentrant):
+    """There torch's compiler computes forward once more in backward, from the scales as they are by then."""
+    found = []
+    for recipe in ("current", "delayed"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer, x = Linear(K, K, device=place), torch.randn(16, K, device=place, requires_grad=True)
+        compiled = torch.compile(lambda x, layer=layer: checkpoint(lambda t: layer(t).sin(), x, use_reentrant=use_reentrant),
+                                 backend="aot_eager")
+        for call in (lambda x, layer=layer: layer(x).sin(), compiled):
+            x.grad = layer.weight.grad = None
+            with autocast(recipe=RECIPES[recipe]):
+                y = call(x)
+            if recipe == "delayed" and call is compiled:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    y.square().sum().backward()
+                continue
+            y.square().sum().backward()
+            found.append([t.detach().cpu().numpy() for t in (y, x.grad, layer.weight.grad)])
+    same_all(found[1], found[0])
+
+
 def test_torchs_own_names():
     """What is read of torch's checkpoint is where it is looked for; where a later torch has it elsewhere, that is said."""
     found = []
