@@ -366,6 +366,17 @@ def test_a_checkpoint_that_is_not_known_is_refused_where_it_would_leave_fp8(plac
     assert_same_bits("dx", x.grad.cpu().numpy(), plain.cpu().numpy())
 
 
+def test_a_state_that_was_copied_in_inference_mode_is_updated(place):
+    """Such tensors have no version that autograd could look at."""
+    layer = Linear(K, K, device=place)
+    layer.prepare(3)
+    with torch.inference_mode():
+        layer = copy.deepcopy(layer)
+        with autocast(calibrating=True, recipe=RECIPES["delayed"]):
+            layer(torch.ones(16, K, device=place))
+    assert float(layer.fp8_meta["scaling_fwd"].scale[0]) == 448  # E4M3's largest number, for an amax of 1
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_within_a_compiled_function_later_scales_are_refused(place, use_reentrant):
     """There torch's compiler computes forward once more in backward, from the scales as they are by then."""
@@ -374,9 +385,9 @@ def test_within_a_compiled_function_later_scales_are_refused(place, use_reentran
         torch._dynamo.reset()
         torch.manual_seed(0)
         layer, x = Linear(K, K, device=place), torch.randn(16, K, device=place, requires_grad=True)
-        compiled = torch.compile(lambda x, layer=layer: checkpoint(lambda t: layer(t).sin(), x, use_reentrant=use_reentrant),
-                                 backend="aot_eager")
-        for call in (lambda x, layer=layer: layer(x).sin(), compiled):
+        net = torch.nn.Sequential(layer, torch.nn.GELU())
+        compiled = torch.compile(functools.partial(checkpoint, net, use_reentrant=use_reentrant), backend="aot_eager")
+        for call in (net, compiled):
             x.grad = layer.weight.grad = None
             with autocast(recipe=RECIPES[recipe]):
                 y = call(x)
