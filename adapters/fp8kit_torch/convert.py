@@ -22,11 +22,12 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import want_input
+from fp8kit_torch.arguments import autocast_dtype, want_input
 from fp8kit_torch.calibration import Amaxes, amax_of
 from fp8kit_torch.checks import module
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.texts import encode
+from fp8kit_torch.torch_checkpoint import unseen
 
 Filter = Callable[[nn.Module, str], bool]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,19 +100,37 @@ class ConvertedNorm(_Converted):
         super().__init__()
         self.adopt(plain)
         self.results = _results(plain)
+        self._within: dict[tuple[str, torch.dtype, torch.dtype, torch.dtype], torch.dtype] = {}
         self.spec, self._text = spec, encode(spec)
         self.eps = self.variance_epsilon = spec.epsilon  # the plain modules' names
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (..., features). Computed in the wider of its and the weight's dtype; the result has the dtype of the plain module's."""
+        """``x``: (..., features). Computed in the wider of its and the weight's dtype; the result has the dtype of the plain module's, also
+        within ``torch.autocast``, which on CUDA computes torch's norms in float32."""
         x, own = want_input(self.spec.normalization, "inp", x, self.spec.features), self.weight.dtype
+        cast = autocast_dtype(x)
         inputs = {"x": x, "norm_weight": self.weight, "norm_bias": self.bias if self.spec.centered else None}
         spec: Any = self._text if torch.compiler.is_compiling() else self.spec
-        if x.dtype == own or x.dtype not in _FLOATS:
+        result = None if cast is None or x.dtype not in _FLOATS else self.result_within(x.device.type, cast, x.dtype, own)
+        if result in (None, x.dtype) and (x.dtype == own or x.dtype not in _FLOATS):
             return run("norm", spec, inputs)["y"]
         wide = torch.promote_types(x.dtype, own)
+        if result is None:
+            result = self.results.get((x.dtype, own), wide)
+        elif cast is not None:
+            wide = torch.promote_types(wide, result)
         y = run("norm", spec, {name: None if t is None else t.to(wide) for name, t in inputs.items()})["y"]
-        return y.to(self.results.get((x.dtype, own), wide))
+        return y.to(result)
+
+    @torch.compiler.assume_constant_result
+    def result_within(self, device: str, cast: torch.dtype, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        """The dtype of the plain module's result within ``torch.autocast(device, cast)``, whose lists are another matter on each device and
+        in each release of torch: found out at the first call. The wider dtype where the plain module refuses such a pair."""
+        key = device, cast, x, weight
+        if key not in self._within:
+            with torch.autocast(device, cast):
+                self._within[key] = _result(self.__dict__["plain"], x, weight, torch.device(device)) or torch.promote_types(x, weight)
+        return self._within[key]
 
     def extra_repr(self) -> str:
         """What is computed."""
@@ -203,15 +222,22 @@ def _norm_spec(module: nn.Module, weight: Tensor, own: Mapping[str, Tensor]) -> 
 def _results(plain: nn.Module) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
     """The dtype of a norm's result by those of its input and its weight where they differ: libraries have three ways, x's, the weight's
     and the wider one. Where the plain module refuses such a pair there is none."""
-    found, twin = {}, copy.copy(plain)
-    with torch.no_grad():
-        for x, weight in itertools.permutations(_FLOATS, 2):
-            twin.__dict__["_parameters"] = {name: None if p is None else p.to(weight) for name, p in plain._parameters.items()}
-            with contextlib.suppress(TypeError, RuntimeError, ValueError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of pairs for which it has no fused kernel
-                row = torch.zeros(1, plain.weight.numel(), dtype=x, device=plain.weight.device)
-                found[x, weight] = type(plain).forward(twin, row).dtype  # past hooks, which are for the user's calls
-    return found
+    found = {pair: _result(plain, *pair, plain.weight.device) for pair in itertools.permutations(_FLOATS, 2)}  # type: ignore[arg-type]
+    return {pair: dtype for pair, dtype in found.items() if dtype is not None}
+
+
+def _result(plain: nn.Module, x: torch.dtype, weight: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The dtype of a norm's result for those of its input and its weight; None where it refuses them."""
+    twin = copy.copy(plain)
+    # a selective checkpoint counts the calls of both passes, of which the second one has none of these
+    with torch.inference_mode(False), torch.no_grad(), unseen(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of pairs for which it has no fused kernel
+        own = {name: None if p is None else torch.ones(p.shape, dtype=weight, device=device) for name, p in plain._parameters.items()}
+        twin.__dict__["_parameters"] = own
+        with contextlib.suppress(TypeError, RuntimeError, ValueError):
+            row = torch.zeros(1, plain.weight.numel(), dtype=x, device=device)  # type: ignore[operator]
+            return type(plain).forward(twin, row).dtype  # type: ignore[no-any-return]  # past hooks, which are for the user's calls
+    return None
 
 
 def _probed(module: nn.Module, weight: Tensor, eps: float) -> NormSpec | None:

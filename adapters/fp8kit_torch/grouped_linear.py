@@ -140,6 +140,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if compiled:
             return self._trace_group(i, tensors, mode, None if off else state, first)
         if off:
+            recompute.look()
             if self._unrecorded:
                 self._want_autocast()
             return apply(self._call_of(None, False, mode, tensors, False, fused), list(tensors.values()), fused=fused)["y"]

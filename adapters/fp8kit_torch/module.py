@@ -62,7 +62,7 @@ class TransformerEngineBaseModule(StatefulModule):
 
     operation: str
     fuse_wgrad_accumulation = False
-    _unrecorded = False  # whether the last call was in FP8 and unrecorded, as the first pass of torch's reentrant checkpoint is
+    _unrecorded = False  # whether the last call was in FP8 and unrecorded, as the first pass of a checkpoint that we do not know is
     calibration_options: dict[str, Any] = {}  # noqa: RUF012  further fields of the spec while calibrating
 
     # --- what a subclass gives ----------------------------------------------------------------------------------------
@@ -99,6 +99,7 @@ class TransformerEngineBaseModule(StatefulModule):
             return self._trace(tensors, None if off else state, is_first_microbatch, bias, options)
         fused = self._fused(is_first_microbatch, tensors["x"].dtype) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else None
         if off:
+            recompute.look()
             if self._unrecorded:
                 self._want_autocast()
             return apply(self._call(None, False, bias, options, tensors, False, fused), list(tensors.values()), fused=fused)
@@ -109,8 +110,8 @@ class TransformerEngineBaseModule(StatefulModule):
         """AutogradError where this call in high precision, in a backward pass, does again what ran in FP8."""
         self.__dict__["_unrecorded"] = False
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            wanted = "the first one's: fp8kit_torch.checkpoint, or use_reentrant=False with context_fn=fp8kit_torch.checkpoint_contexts"
-            raise AutogradError(expected(type(self).__name__, "autocast", "none in the second pass of torch.utils.checkpoint", wanted))
+            wanted = "the first one's: torch.utils.checkpoint and fp8kit_torch.checkpoint bring it"
+            raise AutogradError(expected(type(self).__name__, "autocast", "none in the second pass of a checkpoint", wanted))
 
     def _opened(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Held8]:
         """The inputs as a pass takes them, and the weights in FP8: none where the pass is in high precision."""
@@ -239,7 +240,9 @@ class TransformerEngineBaseModule(StatefulModule):
         if kept is not None:
             assert kept.scales is not None
             ticket = None if found.ticket is None else (*found.ticket[:2], recompute.walk())
-            return found._replace(scales=scale_views(products(self.gemms)[0], kept.scales, forward.device), front=NOTHING, ticket=ticket)
+            front, scale = products(self.gemms)[0], forward.scale
+            nowhere = amax_views(front, recompute.nowhere(scale.numel(), scale.device), forward.device)
+            return found._replace(scales=scale_views(front, kept.scales, forward.device), front=nowhere, ticket=ticket)
         if record:
             forward.group = self.fp8_meta["scaling_bwd"].group = reduction_group()
             touch_forward(forward, recipe, training)

@@ -1,53 +1,130 @@
 """``checkpoint``: activations that are not kept for backward but computed once more (Chen et al. 2016), with FP8 as it was.
 
-torch's own checkpoint does the work, in both of its variants. What it does not know is done here: the second pass runs under the autocast
-and policy of the first, quantises with the scales and the cached weights that the first pass found, and records no amaxes again. Torch's
-random state gives dropout the same numbers.
+torch's own checkpoint does the work, in both of its variants. What it does not know is done here, for its own ``checkpoint`` as for ours:
+each later pass runs under the autocast and policy of the first, quantises with the scales and the cached weights that the first pass found,
+and records no amaxes again. Torch's random state gives dropout the same numbers.
+
+A layer that is called within a checkpointed function finds torch's note of what is to be called again (``torch_checkpoint``), and puts an
+``_Again`` in that place, which lives as long as the graph does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from fp8kit.arguments import flag
 from fp8kit.arguments import function as callable_
-from fp8kit.autocast import current, resumed
+from fp8kit.autocast import AutocastState, _thread, resumed
 from fp8kit.backends.policy import get_policy, policy_context
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError, AutogradError, expected
 from fp8kit.layers import Kept, Pass, Passes
+from fp8kit_torch import torch_checkpoint as torchs
 from fp8kit_torch.arguments import not_compiled
 from fp8kit_torch.checks import check, one, optional
 from fp8kit_torch.state import open_walk
 
 
-class _Pass(Pass):
-    """A ``Pass``; a later one knows the backward pass that it belongs to (``walk``)."""
+class _Later(Pass):
+    """A later pass. ``walk``: the backward pass that it belongs to; ``hook``: torch's innermost hook when it began."""
 
-    def __init__(self, first: bool, calls: list[Kept], above: Pass | None, walk: int | None) -> None:
-        super().__init__(first, calls, above)
-        self.walk = walk
+    def __init__(self, calls: list[Kept], walk: int | None) -> None:
+        super().__init__(False, calls)
+        self.walk, self.hook = walk, torchs.hook()
 
 
-_passes = Passes()
-first, recall = _passes.first, _passes.recall
+_passes = Passes()  # of which the later ones run; a first one is found by torch's note of it
+
+
+class _Again:
+    """What backward calls instead of a checkpointed ``function``, and what the first pass found. ``reentrant``: torch's variant."""
+
+    def __init__(self, function: Callable[..., Any], reentrant: bool) -> None:
+        self.function, self.reentrant = function, reentrant
+        self.calls: list[Kept] = []
+        self.walk, self.policy = walk(), get_policy()
+        self.state: AutocastState | None = None
+        self.depth: int | None = None
+
+    def look(self) -> None:
+        """Note the autocast around the first pass: that of the call with the fewest around it. The function enters its own ones anew."""
+        stack = _thread.stack
+        if self.depth is None or len(stack) < self.depth:
+            self.depth, self.state = len(stack), stack[-1][1] if stack else None
+
+    def __call__(self, *args: Any) -> Any:
+        """A later pass."""
+        later = _Later(self.calls, open_walk() if self.walk is None else self.walk)
+        with resumed(self.state), policy_context(self.policy), _passes.within(later):
+            return self.function(*args)
+
+
+def _noted(holder: Any, name: str, reentrant: bool) -> _Again:
+    """The ``_Again`` in a place of torch's; put there where there is none yet."""
+    found = getattr(holder, name)
+    if type(found) is not _Again:
+        found = _Again(found, reentrant)
+        setattr(holder, name, found)
+    found.look()
+    return found
+
+
+def _firsts() -> list[_Again]:
+    """The checkpointed functions that run for the first time, within the later pass that runs, if one does."""
+    later = _passes.running
+    found = [_noted(ctx, "run_function", True) for ctx in torchs.contexts(_Again.__call__.__code__)]
+    return found + [_noted(frame, "recompute_fn", False) for frame in torchs.frames(None if later is None else later.hook)]
 
 
 def idle() -> bool:
-    """Whether this thread runs no pass of any checkpoint."""
-    return _passes.running is None
+    """Whether this thread runs no pass of any checkpoint. AutogradError in a second pass of a function that ran no layer in the first."""
+    if _passes.running is None:
+        if torchs.apart():
+            return True
+        if not _firsts():
+            if torchs.again():
+                raise AutogradError(expected("torch.utils.checkpoint", "function", "layers of FP8 in the second pass alone",
+                                             "the same layers in the same order as in the first pass"))
+            return True
+    return False
+
+
+def look() -> None:
+    """What a layer calls that runs in high precision: so that it does in later passes too, whatever autocast is around backward."""
+    if not idle():
+        _firsts()
+
+
+def first() -> bool:
+    """Whether this call is a training step although gradients are disabled, as they are in the first pass of the reentrant variant."""
+    return any(again.reentrant for again in _firsts())
+
+
+def recall(owner: object) -> Kept | None:
+    """What this call of ``owner`` found in the first pass that is being recomputed; None where none is."""
+    later = _passes.running
+    if later is None:
+        return None
+    kept: Kept = later.next(owner)
+    for again in _firsts():  # of a checkpoint within that one
+        again.calls.append(kept)
+    return kept
 
 
 def keep(owner: object, scale: Tensor | None, weights: Any = None) -> None:
     """In a first pass: keep what this call of ``owner`` found, its scales by value."""
-    if _passes.first():
-        _passes.keep(Kept(owner, None if scale is None else scale.detach().clone(), weights))
+    firsts = _firsts()
+    if firsts:
+        with torchs.unseen():  # in later passes there is no such call
+            kept = Kept(owner, None if scale is None else scale.detach().clone(), weights)
+        for again in firsts:
+            again.calls.append(kept)
 
 
 def walk() -> int | None:
@@ -56,36 +133,10 @@ def walk() -> int | None:
     return None if running is None else running.walk
 
 
-class _Around:
-    """What a checkpoint found around it, and its two passes as context managers."""
-
-    def __init__(self, tracker: Any, context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]) -> None:
-        self.above, self.walk = _passes.running, walk()
-        self.calls: list[Kept] = []
-        self.state, self.policy, self.tracker = current(), get_policy(), tracker
-        self.states: Mapping[str, Tensor] | None = None if tracker is None else dict(tracker.get_states())
-        self.own = context_fn()
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """Around the first pass."""
-        self.calls.clear()
-        with self.own[0], _passes.within(_Pass(True, self.calls, self.above, self.walk)):
-            yield
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Around a later pass."""
-        before = None if self.tracker is None else dict(self.tracker.get_states())
-        if self.tracker is not None:
-            self.tracker.set_states(self.states)
-        later = _Pass(False, self.calls, None, open_walk() if self.walk is None else self.walk)
-        try:
-            with self.own[1], resumed(self.state), policy_context(self.policy), _passes.within(later):
-                yield
-        finally:
-            if self.tracker is not None:
-                self.tracker.set_states(before)
+def nowhere(slots: int, device: torch.device) -> Tensor:
+    """float32 (slots,) for amaxes of a later pass, which are not recorded again."""
+    with torchs.unseen():
+        return torch.zeros(slots, dtype=torch.float32, device=device)
 
 
 class _Anew(AbstractContextManager[None]):
@@ -104,18 +155,34 @@ class _Anew(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*error)
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)`` needs to do what ``checkpoint``
-    does: for programs that call torch's own. Without it torch calls the function a second time outside of the first pass's autocast, or
-    with the scales of a later step. transformers' Trainer:
+@contextmanager
+def _opened(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Around a first pass: what is around it is noted now, the policy too, and not when its first layer runs."""
+    with context:
+        _firsts()
+        yield
 
-        TrainingArguments(gradient_checkpointing=True,
-                          gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts})
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts)``: the selection policy of
+    the later passes is the one around the first pass. Without it, it is the one around the first layer; autocast, scales and amaxes are
+    right either way.
 
     Returns the contexts of the first pass and of the later ones.
     """
-    around = _Around(None, noop_context_fn)
-    return around.one(), _Anew(around.again)
+    return _opened(nullcontext()), nullcontext()
+
+
+@contextmanager
+def _tracked(tracker: Any, states: Mapping[str, Tensor], context: AbstractContextManager[Any]) -> Iterator[None]:
+    """``context``, in which ``tracker`` has other states."""
+    before = dict(tracker.get_states())
+    tracker.set_states(states)
+    try:
+        with context:
+            yield
+    finally:
+        tracker.set_states(before)
 
 
 _RULES = {"use_reentrant": flag, "debug": flag, "determinism_check": one("default", "none"), "context_fn": callable_,
@@ -132,12 +199,15 @@ def checkpoint(
 
     * ``function``: a module or any callable that does the same each time. Autocasts may be around it or within it.
     * ``use_reentrant``: which of torch's two variants. The first one, reentrant, needs an argument that requires a gradient, and cannot be
-      used with ``torch.autograd.grad``; the other one has neither limit.
+      used with ``torch.autograd.grad``; the other one has neither limit. In the reentrant one a layer that the function calls under
+      ``torch.no_grad()`` records amaxes.
     * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of the first pass again.
     * ``context_fn``, ``determinism_check``: torch's, for ``use_reentrant=False``; ``debug``: False only.
     * ``distribute_saved_activations``, ``tp_group``: refused; there is no tensor parallelism yet.
 
-    ``torch.utils.checkpoint.checkpoint`` by itself knows nothing of FP8, see ``checkpoint_contexts``.
+    ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way. Not so beside
+    ``torch.compile`` with delayed scaling: torch's checkpoint within a compiled function is refused in backward, and around one its
+    non-reentrant variant is, while the reentrant one runs its second pass without the autocast that is around it.
 
     Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
     second pass does not run the FP8 layers of the first.
@@ -153,7 +223,8 @@ def checkpoint(
         raise not_compiled("checkpoint")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    around = _Around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)
+    if debug:
+        raise ArgumentError(expected("checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"))
     # torch restores the random state of the devices of positional tensors only, and its older variant differentiates only these
     named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     rest = {name: value for name, value in kwargs.items() if name not in named}
@@ -162,20 +233,28 @@ def checkpoint(
     def positional(*given: Any) -> Any:
         return function(*given[: len(args)], **dict(zip(named, given[len(args) :], strict=True)), **rest)
 
-    if debug:
-        raise ArgumentError(expected("checkpoint", "debug", debug, "False: torch allows it beside no contexts, which FP8 needs"))
+    own, again = _around(None if get_rng_state_tracker is None else get_rng_state_tracker(), context_fn)
     if not use_reentrant:
-        return torch_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (around.one(), _Anew(around.again)),
-                                determinism_check=determinism_check)
+        return torchs_checkpoint(positional, *args, *tensors, use_reentrant=False, context_fn=lambda: (own, again),
+                                 determinism_check=determinism_check)
     if context_fn is not noop_context_fn or determinism_check != "default":
         raise ArgumentError(expected("checkpoint", "context_fn, determinism_check", "given", "defaults with use_reentrant=True"))
-    passes = iter((around.one(),))
+    passes = iter((own,))
 
     def call(*given: Any) -> Any:
-        with next(passes, None) or around.again():
+        with next(passes, again):
             return positional(*given)
 
-    return torch_checkpoint(call, *args, *tensors, use_reentrant=True)
+    return torchs_checkpoint(call, *args, *tensors, use_reentrant=True)
 
 
-__all__ = ["Kept", "checkpoint", "checkpoint_contexts", "first", "idle", "keep", "recall", "walk"]
+def _around(tracker: Any, context_fn: Callable[[], Sequence[AbstractContextManager[Any]]]) -> tuple[Any, Any]:
+    """Contexts of the first pass and, to be entered any number of times, of the later ones."""
+    own = context_fn()
+    if tracker is None:
+        return _opened(own[0]), own[1]
+    states = dict(tracker.get_states())
+    return _opened(own[0]), _Anew(lambda: _tracked(tracker, states, own[1]))
+
+
+__all__ = ["Kept", "checkpoint", "checkpoint_contexts", "first", "idle", "keep", "look", "nowhere", "recall", "walk"]

@@ -20,6 +20,7 @@ from fp8kit import scaling
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FIELDS
+from fp8kit_torch.torch_checkpoint import unseen
 from fp8kit_torch.views import as_view
 
 _DISTRIBUTED = dist.is_available()
@@ -39,7 +40,7 @@ class ScalingState:
 
     def __init__(self, slots: int, history_len: int, device: torch.device | str) -> None:
         kind: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        with torch.inference_mode(False), torch.no_grad():  # a state outlives the mode in which it is first used
+        with torch.inference_mode(False), torch.no_grad(), unseen():  # a state outlives the mode in which it is first used
             self._take([torch.ones(slots, **kind), torch.ones(slots, **kind), torch.zeros(history_len, slots, **kind)])
 
     def _take(self, parts: Sequence[Tensor]) -> None:
@@ -90,7 +91,7 @@ class ScalingState:
     def resize(self, history_len: int) -> None:
         """Another history length: the first rows are kept, or zero rows added at the end (Transformer Engine's rule)."""
         old = self.amax_history
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unseen():
             new = torch.zeros(history_len, old.shape[1], dtype=old.dtype, device=old.device)
             rows = min(history_len, old.shape[0])
             new[:rows] = old[:rows]
@@ -104,6 +105,8 @@ class ScalingState:
     def commit_forward(cls, recipe: Recipe, states: Sequence[ScalingState]) -> None:
         """Update forward states (the outermost autocast has ended)."""
         update(recipe, states, forward=True)
+        # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with later scales, is to be refused
+        torch.autograd.graph.increment_version([state.scale for state in states if not state.scale.is_inference()])
 
     @classmethod
     def discard_forward(cls, states: Sequence[ScalingState]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -245,3 +246,60 @@ def test_converted_models_compile_in_one_graph():
     wanted = net(x)
     got = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
     assert_same_bits("compiled", bits(got), bits(wanted))
+
+
+class AutocastRMSNorm(LlamaLikeRMSNorm):
+    """Casts nothing itself: within ``torch.autocast`` it gives what its device's lists make of it. ``mse_loss`` is in the CPU's, too."""
+
+    def forward(self, x):
+        square = nn.functional.mse_loss(x, torch.zeros_like(x), reduction="none").mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(square + self.variance_epsilon))
+
+
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "llama": LlamaLikeRMSNorm, "gemma": GemmaLikeRMSNorm, "lists": AutocastRMSNorm}
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", NORMS)
+def test_within_torchs_autocast_a_norm_has_the_plain_ones_dtype(name, place):
+    ran = 0
+    for weight, x, cast in itertools.product(FLOATS, FLOATS, FLOATS[1:]):
+        torch.manual_seed(0)
+        plain = NORMS[name](D).to(weight)
+        net = convert(nn.Sequential(copy.deepcopy(plain))).to(place)
+        assert type(net[0]) is ConvertedNorm
+        plain = plain.to(place)
+        rows, g = torch.randn(7, D, dtype=x, device=place), torch.randn(7, D, device=place)
+        with torch.autocast(place, cast):
+            try:
+                wanted = plain(rows)
+            except RuntimeError:  # torch's LayerNorm takes few pairs outside of float32's list
+                continue
+            inputs = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+            wanted, got = plain(inputs[0]), net(inputs[1])
+        ran += 1
+        assert got.dtype is wanted.dtype, (weight, x, cast)
+        # roundings to the narrowest dtype on the way, of which each may differ
+        limit = 4 * max(torch.finfo(dtype).eps for dtype in (weight, x, wanted.dtype))
+        assert relative_error(bits(got), bits(wanted)) < limit
+        for y in (wanted, got):
+            y.backward(g.to(y.dtype))
+        assert inputs[1].grad.dtype is x
+        assert relative_error(bits(inputs[1].grad), bits(inputs[0].grad)) < 2 * limit
+    assert ran >= 2 * 4
+    if place == "cuda" and name == "layer":
+        assert wanted.dtype is torch.float32
+    if name == "lists":
+        assert got.dtype is torch.float32
+
+
+def test_within_torchs_autocast_and_compiled_too():
+    net = convert(nn.Sequential(AutocastRMSNorm(D))).bfloat16()
+    x = torch.randn(7, D, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = net(x)
+        net[0]._within.clear()
+        got = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
+    assert wanted.dtype is got.dtype is torch.float32
+    assert_same_bits("y", bits(got), bits(wanted))
+    assert net(x).dtype is torch.bfloat16

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from fp8kit_torch import CudaRNGStatesTracker, GroupedLinear, LayerNormMLP, Linear, autocast, checkpoint, checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from fp8kit_torch import CudaRNGStatesTracker, LayerNormMLP, Linear, autocast, checkpoint
 
 from fp8kit.errors import AutogradError, Fp8kitError
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits
 
+from .recomputed import RECIPES, K, same_all, steps
 from .twins import RECIPES as ALL
 from .twins import batches, same, torch_step, twins
-
-K = 32
-RECIPES = {"delayed": DelayedScaling(amax_history_len=3), "current": Float8CurrentScaling(), "plain": None}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -25,84 +19,34 @@ def place(request):
     return request.param
 
 
-class Split(GroupedLinear):
-    """With 8 rows a group."""
-
-    def forward(self, x):
-        return super().forward(x, [8, 8])
+def reentrant(block, x, first):
+    return checkpoint(block, x, first=first, use_reentrant=True)
 
 
-class Net(torch.nn.Module):
-    """``inside``: the autocast is opened within the checkpointed part."""
-
-    def __init__(self, place, recipe, inside, how):
-        super().__init__()
-        self.a, self.b = Linear(K, 48, device=place), Linear(48, K, device=place)
-        self.mlp = LayerNormMLP(K, 64, device=place)
-        self.recipe, self.inside, self.how = recipe, inside, how
-
-    def scope(self, on):
-        return autocast(enabled=self.recipe is not None and on, recipe=self.recipe)
-
-    def block(self, x, first=None):
-        with self.scope(True) if self.inside else self.scope(self.recipe is not None):
-            y = self.b(torch.nn.functional.dropout(self.a(x, first), 0.3), first)
-            return x + self.mlp(y, first)
-
-    def forward(self, x, first=None):
-        if self.how is None:
-            return self.block(self.block(x, first).tanh(), first)
-        if self.how == "nested":
-            inner = lambda t: checkpoint(self.block, t, first=first, use_reentrant=False)  # noqa: E731
-            return checkpoint(lambda t: inner(inner(t).tanh()), x, use_reentrant=False)
-        if self.how == "torch":
-            own = functools.partial(torch_checkpoint, use_reentrant=False, context_fn=checkpoint_contexts)
-            return own(self.block, own(self.block, x, first=first).tanh(), first=first)
-        reentrant = self.how == "reentrant"
-        x = checkpoint(self.block, x, first=first, use_reentrant=reentrant)
-        return checkpoint(self.block, x.tanh(), first=first, use_reentrant=reentrant)
+def other(block, x, first):
+    return checkpoint(block, x, first=first, use_reentrant=False)
 
 
-def steps(place, recipe, inside, how, micro, walks=1):
-    torch.manual_seed(0)
-    net = Net(place, RECIPES[recipe], inside, how)
-    out = []
-    for step in range(3):
-        x = torch.randn(16, K, device=place, requires_grad=True)
-        with autocast(enabled=not inside and recipe != "plain", recipe=RECIPES[recipe]):
-            y = net(x, step == 0 if micro else None)
-        net.zero_grad()
-        loss = y.square().sum()
-        for walk in range(walks):
-            loss.backward(retain_graph=walk + 1 < walks)
-        out += [y, x.grad, *(p.grad for p in net.parameters())]
-        out += [part.clone() for m in net.modules() for s in getattr(m, "fp8_meta", {}).values() for part in s.parts]
-    return [t.detach().clone().cpu().numpy() for t in out]
+def nested(block, x, first):
+    return other(lambda t, first: other(block, t, first), x, first)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize("how", ["reentrant", "other", "nested", "torch"])
-def test_same_bits(place, recipe, inside, how):
-    wanted = steps(place, recipe, inside, None, False)
-    got = steps(place, recipe, inside, how, False)
-    assert len(got) == len(wanted)
-    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        assert_same_bits(f"result {i}", a, b)
+@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("how", [reentrant, other, nested])
+def test_same_bits(place, recipe, where, how):
+    same_all(steps(place, recipe, where, how), steps(place, recipe, where, None))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", ["other", "nested", "torch"])
+@pytest.mark.parametrize("how", [other, nested])
 def test_a_retained_graph_is_recomputed_each_time(place, recipe, how):
-    wanted, got = (steps(place, recipe, False, way, False, walks=2) for way in (None, how))
-    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        assert_same_bits(f"result {i}", a, b)
+    same_all(steps(place, recipe, "around", how, walks=2), steps(place, recipe, "around", None, walks=2))
 
 
-@pytest.mark.parametrize("how", ["reentrant", "other", "torch"])
+@pytest.mark.parametrize("how", [reentrant, other])
 def test_cached_weights_are_those_of_the_first_pass(place, how):
-    for i, (a, b) in enumerate(zip(steps(place, "delayed", False, how, True), steps(place, "delayed", False, None, True), strict=True)):
-        assert_same_bits(f"result {i}", a, b)
+    same_all(steps(place, "delayed", "around", how, micro=True), steps(place, "delayed", "around", None, micro=True))
 
 
 @pytest.mark.parametrize("first", [None, True], ids=["plain", "cached"])
@@ -140,24 +84,6 @@ def test_it_keeps_the_input_alone(place):
         return sum(sizes)
 
     assert saved(lambda x: checkpoint(layer, x)) <= x.numel() * 4 < saved(layer)
-
-
-@pytest.mark.parametrize("make", [lambda d: LayerNormMLP(K, 64, device=d), lambda d: Split(2, K, 64, device=d)], ids=["mlp", "grouped"])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_torchs_own_reentrant_one_is_refused_where_it_would_leave_fp8(place, recipe, make):
-    """Its second pass runs outside of the autocast: gradients of another pass than the one that gave the loss."""
-    layer, x = make(place), torch.randn(16, K, device=place, requires_grad=True)
-    with autocast(recipe=RECIPES[recipe]):
-        y = torch_checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(AutogradError, match=r": autocast: got none in the second pass of torch\.utils\.checkpoint"):
-        y.sum().backward()
-    with torch.no_grad(), autocast(recipe=RECIPES[recipe]):
-        layer(x)
-    layer(x).sum().backward()  # FP8 in evaluation, and training in high precision
-    plain = x.grad.clone()
-    x.grad = None
-    torch_checkpoint(layer, x, use_reentrant=True).sum().backward()
-    assert_same_bits("dx", x.grad.cpu().numpy(), plain.cpu().numpy())
 
 
 def test_compiled_it_says_what_it_does_not_do(place):
