@@ -1,6 +1,6 @@
 """Calling an operation on tensors, in one of two ways that give the same bits.
 
-Eagerly, a ``torch.autograd.Function`` goes straight to the plan: amaxes land in the history's own row, and a residual stream that goes
+Eagerly, a node of the graph (``nodes``) goes straight to the plan: amaxes land in the history's own row, and a residual stream that goes
 through an operation is the input itself. Under ``torch.compile`` the operation's torch op is called instead.
 """
 
@@ -12,103 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.errors import FormatError, expected
-from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch.memory import NOTHING, Placed
+from fp8kit_torch.nodes import NO_STATE, Fused, Step, Wiring, run_step
 from fp8kit_torch.ops import OPS, record_
 from fp8kit_torch.plans import Call, Stand, call, policy_now
 from fp8kit_torch.ready import Ready
-from fp8kit_torch.state import ScalingState, finish_backward
+from fp8kit_torch.state import ScalingState
 from fp8kit_torch.texts import decode
-from fp8kit_torch.views import dtype_of
 
-
-class Wiring(NamedTuple):
-    """How a layer's FP8 state hangs on its operation in an eager call."""
-
-    scales: Placed  # inputs
-    front: Placed = NOTHING  # where forward accumulates amaxes; NOTHING: nowhere that lasts
-    late: Placed = NOTHING  # the gradients' scales, read at backward time
-    back: Placed = NOTHING  # where backward accumulates amaxes
-    ticket: tuple[Recipe, ScalingState, int | None] | None = None  # what ``finish_backward`` is told
-
-
-NO_STATE = Wiring(NOTHING)
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class Fused(NamedTuple):
-    """Parameters, by the name of their input, whose gradient the operation itself puts into ``main_grad``: adds, or, with ``overwrite``,
-    writes there. ``dtype``: of those buffers."""
-
-    parameters: Mapping[str, Tensor]
-    overwrite: bool
-    dtype: torch.dtype
-
-    def into(self, needs: Sequence[str]) -> dict[str, Tensor]:
-        """The buffers of the wanted gradients by name. FormatError where one is not what it was in forward."""
-        found = {}
-        for name in needs:
-            if name in self.parameters:
-                parameter: Any = self.parameters[name]
-                main = parameter.main_grad
-                if main.dtype is not self.dtype or main.shape != parameter.shape or not main.is_contiguous():
-                    got = f"{main.dtype} {tuple(main.shape)} at backward"
-                    raise FormatError(expected("main_grad", name, got, f"contiguous {self.dtype} {tuple(parameter.shape)}, as at forward"))
-                found[name] = main
-        return found
-
-    def stand_in(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """What autograd gets instead of the gradient: nothing, or, where the parameter has the flag ``grad_added_to_main_grad``, which is
-        set, a gradient that says nothing, so that hooks on the parameter run."""
-        parameter: Any = self.parameters[name]
-        if not hasattr(parameter, "grad_added_to_main_grad"):
-            return None
-        parameter.grad_added_to_main_grad = True
-        return torch.zeros((), dtype=dtype, device=parameter.device).expand(shape)
-
-
-class _Short(torch.autograd.Function):
-    """An operation with its own backward, past the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, ready: Ready, wiring: Wiring, fused: Fused | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, _, held = ready.forward(tensors, wiring.scales, wiring.front, True)
-        if ready.kept:
-            held = [*[outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept], *held]
-        ctx.save_for_backward(*held)
-        ctx.ready, ctx.wiring, ctx.fused = ready, wiring, fused
-        ctx.materialize_grads = False
-        return (*outputs, *[tensors[i] for i in ready.through])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # the gradient is to be differentiated itself: what is refused, when it is
-            return _back_once(ctx, *grads)  # type: ignore[no-any-return]
-        ready, wiring, saved = ctx.ready, ctx.wiring, ctx.saved_tensors
-        count = len(ready.kept)
-        kept, held = saved[:count], list(saved[count:])
-        if wiring.ticket is not None and ready.back:  # before anything is recorded, so that a pass that fails finds what to drop
-            finish_backward(*wiring.ticket)
-        into = {} if ctx.fused is None else ctx.fused.into(ready.needs)
-        # a layer with ``fp8_grad`` gives its input's gradient in FP8
-        plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
-        if ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on ``held`` alone holds what forward saved
-            del saved
-            ctx.maybe_clear_saved_tensors()
-        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
-        found: list[Tensor | None] = [None] * (3 + len(ready.inputs))
-        for i, grad in zip(ready.wanted, made, strict=True):
-            found[3 + i] = grad
-        for i, name in zip(ready.wanted, ready.needs, strict=True) if into else ():
-            if name in into:
-                _, shape, kind = ready.inputs[i]
-                found[3 + i] = ctx.fused.stand_in(name, shape, dtype_of(kind))
-        return tuple(found)
-
-
-_back_once = torch.autograd.function.once_differentiable(_Short.backward)
 
 
 class Prepared(NamedTuple):
@@ -123,7 +35,7 @@ class Prepared(NamedTuple):
         ready, tensors, wanted = self
         outputs: Sequence[Tensor]
         if wanted:
-            outputs = _Short.apply(ready, wiring, fused, *tensors)
+            outputs = run_step(Step(ready, wiring, fused), tensors)
         else:
             made, _, _ = ready.forward(tensors, wiring.scales, wiring.front)
             outputs = [*made, *(tensors[i] for i in ready.through)]

@@ -19,7 +19,7 @@ from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import Branch
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
-from fp8kit_torch.parameters import Init
+from fp8kit_torch.parameters import Init, Watched
 from fp8kit_torch.plans import Stand
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.rope import angles, check_turns
@@ -28,7 +28,7 @@ from fp8kit_torch.specs import spec_for
 _NO_NAMES: Mapping[str, str] = {}
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(Watched):
     """proj(attention(projections of x)).
 
     * ``hidden_size`` H, ``num_attention_heads`` h, ``kv_channels`` d (None: H / h), ``num_gqa_groups`` g (None: h).

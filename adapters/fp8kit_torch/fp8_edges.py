@@ -11,8 +11,8 @@ from torch import Tensor
 from fp8kit.layers import Kept
 from fp8kit.ops.quant import Fp8
 from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch.apply import NO_STATE, Wiring
 from fp8kit_torch.memory import NOTHING, amax_views, scale_views
+from fp8kit_torch.nodes import NO_STATE, Wiring
 from fp8kit_torch.quantized import QuantizedTensor, held_as
 from fp8kit_torch.state import ScalingState, finish_backward
 

@@ -15,13 +15,14 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import arguments, recompute
-from fp8kit_torch.apply import NO_STATE, Fused, Wiring, apply, trace
+from fp8kit_torch.apply import apply, trace
 from fp8kit_torch.arguments import autocast_dtype, not_compiled, want_input
 from fp8kit_torch.autocast import recipe_parts
 from fp8kit_torch.calibration import Amaxes, amax_of, row_of
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.memory import NOTHING, Placed
 from fp8kit_torch.module import TransformerEngineBaseModule
+from fp8kit_torch.nodes import NO_STATE, Fused, Wiring
 from fp8kit_torch.ops import record_
 from fp8kit_torch.parameters import Init, normal_init
 from fp8kit_torch.plans import Call, call

@@ -20,12 +20,13 @@ from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch import recompute
-from fp8kit_torch.apply import NO_STATE, Fused, Traced, Wiring, apply, prepare, trace
+from fp8kit_torch.apply import Traced, apply, prepare, trace
 from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_parameters
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.memory import NOTHING, Placed, amax_views, scale_views
+from fp8kit_torch.nodes import NO_STATE, Fused, Wiring
 from fp8kit_torch.ops import FORWARD, NEITHER, record_
 from fp8kit_torch.plans import Call, call, want_alike
 from fp8kit_torch.quantized import QuantizedTensor

@@ -14,7 +14,7 @@ from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
-from fp8kit_torch.parameters import ParameterModule
+from fp8kit_torch.parameters import ParameterModule, Watched
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.texts import encode
 
@@ -79,7 +79,7 @@ class RMSNorm(_Norm):
     normalization = "RMSNorm"
 
 
-class L2Normalization(torch.nn.Module):
+class L2Normalization(Watched):
     """y = x / sqrt(sum of x^2 + eps) over the last dimension. No parameters.
 
     ``seq_length``, ``micro_batch_size``: accepted; they are hints for a warm-up that there is no need of here.

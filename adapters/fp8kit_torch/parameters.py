@@ -39,7 +39,23 @@ def normal_init(tensor: Tensor) -> None:
     torch.nn.init.normal_(tensor, 0.0, 0.023)
 
 
-class ParameterModule(torch.nn.Module):
+class Watched(torch.nn.Module):
+    """A module that counts how often it was changed from without: attributes set, parts put in, ``train`` and ``eval`` (``scripts``)."""
+
+    _changes = 0
+    _unrecorded = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if not name.startswith("_"):
+            self.__dict__["_changes"] = self._changes + 1
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__["_changes"] = self._changes + 1
+
+
+class ParameterModule(Watched):
     """A module whose parameters know how they start, so that ``reset_parameters`` can make them anew (after ``device="meta"``, say)."""
 
     def __init__(self) -> None:

@@ -26,8 +26,9 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, Quant, fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Recipe
-from fp8kit_torch.apply import NO_STATE, Wiring, apply
+from fp8kit_torch.apply import apply
 from fp8kit_torch.checks import check
+from fp8kit_torch.nodes import NO_STATE, Wiring
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import decode, encode
 

@@ -15,8 +15,8 @@ from fp8kit.ops.quant import Fp8
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
-from fp8kit_torch.apply import Wiring
 from fp8kit_torch.checks import CALLED, check
+from fp8kit_torch.nodes import Wiring
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.plans import Call
 from fp8kit_torch.quantized import Held, QuantizedTensor, held_now

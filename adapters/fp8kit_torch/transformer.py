@@ -15,15 +15,17 @@ from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.arguments import CONSTRUCTOR, brings, positive, refuse, want_input, want_like
 from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.checks import CONSTRUCTED, check
-from fp8kit_torch.dot_product_attention import CALLED
+from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
 from fp8kit_torch.module import Branch
-from fp8kit_torch.norm import LayerNorm, RMSNorm
+from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
+from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.norm_mlp import LayerNormMLP
-from fp8kit_torch.parameters import Init
+from fp8kit_torch.parameters import Init, Watched
 from fp8kit_torch.plans import Stand
+from fp8kit_torch.scripts import Scripts, kind_of
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import as_view
 
@@ -36,7 +38,11 @@ _ACROSS = {"attn_mask_type": "enc_dec_attn_mask_type", "window_size": "enc_dec_w
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
 
-class TransformerLayer(torch.nn.Module):
+# what a layer with scripts is made of
+_PARTS = (MultiheadAttention, DotProductAttention, LayerNormLinear, Linear, LayerNormMLP, LayerNorm, RMSNorm, L2Normalization)
+
+
+class TransformerLayer(Watched):
     """One layer, norms before the branches ::
 
         a = x + dropout(self_attention(norm(x)))          child self_attention
@@ -61,6 +67,8 @@ class TransformerLayer(torch.nn.Module):
       children.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
     """
+
+    _scripts: Scripts | None = None
 
     @on_behalf_of("TransformerLayer", eps="layernorm_epsilon", attn_mask_type="self_attn_mask_type", qkv_format="attn_input_format")
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
@@ -140,7 +148,15 @@ class TransformerLayer(torch.nn.Module):
           ``options``: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
           and ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see ``Linear``.
         """
-        op = "TransformerLayer"
+        op, kind = "TransformerLayer", None
+        if not torch.compiler.is_compiling() and checkpoint_core_attention is False:
+            alone = (attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal, encoder_output, enc_dec_attn_mask,
+                     enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal, is_first_microbatch, inference_params,
+                     rotary_pos_emb)
+            kind = None if options else kind_of(self, _PARTS, hidden_states, alone)
+            y = None if kind is None else self._known.run(kind, hidden_states)
+            if y is not None:
+                return y
         known_options(op, options)
         if not torch.compiler.is_compiling():
             check(op, CALLED, locals() | options)
@@ -152,8 +168,8 @@ class TransformerLayer(torch.nn.Module):
                 raise ArgumentError(expected(op, name, "a tensor", "None with layer_type 'encoder'"))
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
-        first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp
-        ahead = attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
+        first, mlp = is_first_microbatch, self.layernorm_mlp
+        ahead = self.self_attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
         if not torch.compiler.is_compiling():
             mlp.want_ready(x)
             want_like(self.layernorm, x)
@@ -161,13 +177,24 @@ class TransformerLayer(torch.nn.Module):
         if self.training and self.drop_path_rate and self.attn_input_format == "thd" and not torch.compiler.is_compiling():
             self._want_starts(x, sequence_starts(*paths))
         across: dict[str, Any] = {}
+        core_across: dict[str, Any] = {}
         if self.inter_attention is not None:
             across = {name: options[name] for name in _CROSS_OPTIONS if name in options}
             across |= {"attention_mask": enc_dec_attn_mask, "attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size,
                        "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
             beyond = self.inter_attention.settle(op, x, encoder_output, across, None, _ACROSS)
+            core_across = {"options": across, "ahead": beyond, "checkpoint_core": checkpoint_core_attention}
         core: dict[str, Any] = {"options": own, "ahead": ahead, "checkpoint_core": checkpoint_core_attention,
                                 "rotary_pos_emb": rotary_pos_emb}
+        if kind is None:
+            return self._layer(x, first, core, core_across, paths)
+        with self._known.watching(kind, x) as made:
+            made.append(self._layer(x, first, core, core_across, paths))
+        return made[0]
+
+    def _layer(self, x: Tensor, first: bool | None, core: Mapping[str, Any], across: Mapping[str, Any], paths: Any) -> Tensor:
+        """The layer's output. ``core``, ``across``: what ``MultiheadAttention.branch`` is told; ``paths``: see ``_join``."""
+        attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
             out: Branch = attention(x, is_first_microbatch=first, part={"bias": bias, "residual": True, **core})
@@ -182,14 +209,23 @@ class TransformerLayer(torch.nn.Module):
         a = self._join(out.y, attention.proj_bias if late == "deferred" else None, getattr(out, stream), paths)
         stream, ask = _STREAMS[post]
         if self.inter_attention is not None:
-            core = {"options": across, "ahead": beyond, "checkpoint_core": checkpoint_core_attention}
             late = self._late_bias(self.inter_attention, self.inter_attention.proj)
-            out = self.inter_attention(a, is_first_microbatch=first, part={"bias": late, **core, **ask})
+            out = self.inter_attention(a, is_first_microbatch=first, part={"bias": late, **across, **ask})
             a = self._join(out.y, self.inter_attention.proj_bias if late == "deferred" else None, getattr(out, stream))
         late = self._late_bias(mlp, mlp)
         out = mlp(a, first, part={"bias": late, **ask})
         y = self._join(out.y, mlp.fc2_bias if late == "deferred" else None, getattr(out, stream), paths)
         return y if self.layernorm is None else self.layernorm(y)
+
+    @property
+    def _known(self) -> Scripts:
+        if self._scripts is None:
+            self._scripts = Scripts()
+        return self._scripts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
+        return self.__dict__ | {"_scripts": None}
 
     def _late_bias(self, branch: MultiheadAttention | LayerNormMLP, last: Linear | LayerNormMLP) -> str:
         """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its gradient), but not where the

@@ -150,7 +150,8 @@ def test_one_step_becomes_a_graph_where_it_is_slower_than_that(slow: bool, aside
     graphs = launched_graphs(monkeypatch)
     done: list[tuple[str, int]] = []
     with recorded.recording() as made:
-        recorded.put(0, 9, "note", lambda stream: done.append(("work", stream)), lambda stream: done.append(("captured", stream)), slow=slow)
+        work, captured = (lambda stream, name=name: done.append((name, stream)) for name in ("work", "captured"))
+        recorded.put(0, 9, "note", work, captured, slow=slow)
     for _ in range(3):
         made()
     assert done == ([("work", 9)] * 3 + [("captured", _Stream.ptr)] if slow else [("work", 9)] * 4)

@@ -54,8 +54,8 @@ class Key(NamedTuple):
 class Plan:
     """A built graph and the bytes of ``workspace`` that it needs.
 
-    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made. ``captured``: a CUDA graph, the
-    user's or one of ``recorded``, may hold its kernels.
+    ``lock`` is held while the graph is launched. ``retired``: no longer to be launched, another one is made. ``captured``: a CUDA graph,
+    the user's or one of ``recorded``, may hold its kernels.
     """
 
     __slots__ = ("captured", "graph", "lock", "retired", "workspace")

@@ -110,7 +110,7 @@ def test_drop_path_and_dropout(device, form, monkeypatch):
     foreign = {name: fk.tensor(np.array(value, np.int32), device=device) for name, value in starts.items()}
     for x in batches(device, shape=(15, WIDTH) if form == "thd" else (5, 3, WIDTH)):
         ours_draws = draws(lambda pair, place: torch.tensor(pair, dtype=torch.int64, device=place))
-        for module in ("dot_product_attention", "transformer"):
+        for module in ("dot_product_attention", "transformer", "scripts"):
             monkeypatch.setattr(f"fp8kit_torch.{module}.next_rng", ours_draws)
         monkeypatch.setattr(nn.random, "next_rng", draws(lambda pair, place: fk.tensor(np.array(pair, np.int64), device=device).view))
         y, dx, grads, g = torch_step(ours, ours, RECIPES["delayed"], x, **own)

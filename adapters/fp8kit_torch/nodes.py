@@ -1,0 +1,160 @@
+"""An eager operation as a node of torch's graph, past the dispatcher."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import FormatError, expected
+from fp8kit.recipe import Recipe
+from fp8kit_torch.memory import NOTHING, Placed
+from fp8kit_torch.ready import Ready
+from fp8kit_torch.state import ScalingState, finish_backward
+from fp8kit_torch.views import dtype_of
+
+
+class Wiring(NamedTuple):
+    """How a layer's FP8 state hangs on its operation in an eager call."""
+
+    scales: Placed  # inputs
+    front: Placed = NOTHING  # where forward accumulates amaxes; NOTHING: nowhere that lasts
+    late: Placed = NOTHING  # the gradients' scales, read at backward time
+    back: Placed = NOTHING  # where backward accumulates amaxes
+    ticket: tuple[Recipe, ScalingState, int | None] | None = None  # what ``finish_backward`` is told
+
+
+NO_STATE = Wiring(NOTHING)
+
+
+class Fused(NamedTuple):
+    """Parameters, by the name of their input, whose gradient the operation itself puts into ``main_grad``: adds, or, with ``overwrite``,
+    writes there. ``dtype``: of those buffers."""
+
+    parameters: Mapping[str, Tensor]
+    overwrite: bool
+    dtype: torch.dtype
+
+    def into(self, needs: Sequence[str]) -> dict[str, Tensor]:
+        """The buffers of the wanted gradients by name. FormatError where one is not what it was in forward."""
+        found = {}
+        for name in needs:
+            if name in self.parameters:
+                parameter: Any = self.parameters[name]
+                main = parameter.main_grad
+                if main.dtype is not self.dtype or main.shape != parameter.shape or not main.is_contiguous():
+                    got = f"{main.dtype} {tuple(main.shape)} at backward"
+                    raise FormatError(expected("main_grad", name, got, f"contiguous {self.dtype} {tuple(parameter.shape)}, as at forward"))
+                found[name] = main
+        return found
+
+    def stand_in(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """What autograd gets instead of the gradient: nothing, or, where the parameter has the flag ``grad_added_to_main_grad``, which is
+        set, a gradient that says nothing, so that hooks on the parameter run."""
+        parameter: Any = self.parameters[name]
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None
+        parameter.grad_added_to_main_grad = True
+        return torch.zeros((), dtype=dtype, device=parameter.device).expand(shape)
+
+
+class Step(NamedTuple):
+    """A call of an operation that backward goes back through."""
+
+    ready: Ready
+    wiring: Wiring
+    fused: Fused | None
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Its outputs, those that are inputs aside, and what is to be saved."""
+        ready, wiring, _ = self
+        outputs, _, held = ready.forward(tensors, wiring.scales, wiring.front, True)
+        if ready.kept:
+            held = [*[outputs[i] if made else tensors[i] for _, i, made, _, _ in ready.kept], *held]
+        return outputs, held
+
+    def begin(self) -> dict[str, Tensor]:
+        """What is asked and said before backward records anything: the buffers that gradients go into, by name. A pass that fails later
+        finds what to drop."""
+        if self.wiring.ticket is not None and self.ready.back:
+            finish_backward(*self.wiring.ticket)
+        return {} if self.fused is None else self.fused.into(self.ready.needs)
+
+    def backward(self, saved: list[Tensor], grads: Sequence[Tensor | None], into: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """The gradients of ``ready.needs``. ``saved``: what ``forward`` gave, nowhere else if it shall go early; emptied. ``grads``: of the
+        outputs."""
+        ready, wiring, fused = self
+        count = len(ready.kept)
+        kept, held = saved[:count], saved[count:]
+        saved.clear()
+        # a layer with ``fp8_grad`` gives its input's gradient in FP8
+        plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
+        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
+        for at, (i, name) in enumerate(zip(ready.wanted, ready.needs, strict=True)) if into else ():
+            if name in into:
+                _, shape, kind = ready.inputs[i]
+                made[at] = fused.stand_in(name, shape, dtype_of(kind))  # type: ignore[union-attr]
+        return made
+
+
+class _One(torch.autograd.Function):
+    """A node of one step."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, held = step.forward(tensors)
+        ctx.save_for_backward(*held)
+        ctx.step = step
+        ctx.materialize_grads = False
+        return (*outputs, *[tensors[i] for i in step.ready.through])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # the gradient is to be differentiated itself: what is refused, when it is
+            return _one_once(ctx, *grads)  # type: ignore[no-any-return]
+        step, saved = ctx.step, list(ctx.saved_tensors)
+        into = step.begin()
+        if step.ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
+            ctx.maybe_clear_saved_tensors()
+        found: list[Tensor | None] = [None] * (1 + len(step.ready.inputs))
+        for i, grad in zip(step.ready.wanted, step.backward(saved, grads, into), strict=True):
+            found[1 + i] = grad
+        return tuple(found)
+
+
+_one_once = torch.autograd.function.once_differentiable(_One.backward)
+
+
+class Watch(NamedTuple):
+    """What a thread's operations did, in order: step, inputs, outputs (``scripts``)."""
+
+    seen: list[tuple[Step, Sequence[Tensor], Sequence[Tensor]]]
+
+
+class _Here(threading.local):
+    watch: Watch | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Context manager: watches what this thread's operations that go into the graph do within."""
+    before, _here.watch = _here.watch, Watch([])
+    try:
+        yield _here.watch
+    finally:
+        _here.watch = before
+
+
+def run_step(step: Step, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The outputs of a step, those that are inputs last, in the graph."""
+    outputs: Sequence[Tensor] = _One.apply(step, *tensors)
+    if _here.watch is not None:
+        _here.watch.seen.append((step, tensors, outputs))
+    return outputs

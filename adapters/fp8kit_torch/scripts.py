@@ -1,0 +1,254 @@
+"""Passes of a layer that were made before, made again without the Python that led to them.
+
+What a layer's forward pass comes to follows from what is around it and from its modules: which operations, on which of its input, its
+parameters and one another's outputs. The first pass of a kind is watched. One like it runs the same operations as one node of torch's
+graph, and saves the host most of its time. Passes are alike where ``Kind`` says so; nothing is guessed: an operation on a tensor that came
+from anywhere else makes no script, and hooks, other classes and wrappers' parameters take the plain way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.modules.module import _has_any_global_hook
+
+from fp8kit.autocast import current
+from fp8kit.backends import dispatch
+from fp8kit.recipe import Recipe
+from fp8kit_torch import recompute
+from fp8kit_torch.arguments import autocast_dtype
+from fp8kit_torch.draws import next_rng
+from fp8kit_torch.memory import KINDS, place_of
+from fp8kit_torch.nodes import NO_STATE, Step, Watch, Wiring, watched
+
+_LIMIT = 16  # kinds of passes of a layer; beyond so many all are forgotten
+_RNG = -1  # stands for the place of a tensor that is drawn anew
+_PLAIN = (Tensor, Parameter)
+_PLAIN_OPTIONS = (type(None), str, bool)
+
+
+class Kind(NamedTuple):
+    """What a pass depends on. ``key``: what is compared by value: the input's form, the options, of each part its identity and how often
+    it was changed, of each parameter its identity and form. The others are compared as what they are."""
+
+    key: tuple[Any, ...]
+    recipe: Recipe | None  # None in high precision
+    kernels: Any
+    parts: list[Any]
+    parameters: list[Parameter]
+
+
+def kind_of(layer: Any, classes: tuple[type, ...], x: Any, options: Iterable[Any]) -> Kind | None:
+    """The kind of a pass of ``layer``, whose parts must be of ``classes``, on ``x`` alone; None for one that must go the plain way.
+    ``options``: the call's further arguments."""
+    if not torch.is_grad_enabled() or type(x) not in _PLAIN or not x.is_contiguous() or x.device.type not in KINDS:
+        return None
+    if torch._C._are_functorch_transforms_active() or _has_any_global_hook() or autocast_dtype(x) is not None:
+        return None
+    if any(type(value) not in _PLAIN_OPTIONS for value in options):
+        return None
+    state, recipe = current(), None
+    if state is not None:
+        if state.enabled:
+            recipe = state.recipe
+        elif state.calibrating:
+            return None
+    if not recompute.idle():
+        return None
+    key: list[Any] = [x.shape, x.dtype, x.device, x.requires_grad, *options, layer._changes]
+    parts: list[Any] = []
+    parameters: list[Parameter] = []
+    if not _look(layer, classes, key, parts, parameters):
+        return None
+    return Kind(tuple(key), recipe, dispatch.kernels(place_of(x.device)), parts, parameters)
+
+
+def _look(module: Any, classes: tuple[type, ...], key: list[Any], parts: list[Any], parameters: list[Parameter]) -> bool:
+    """Add what ``module`` is made of. False where somebody else has a hand in it."""
+    for part in module._modules.values():
+        if part is None:
+            continue
+        hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        own = part.__dict__
+        if hooks or type(part) not in classes or "forward" in own or part._compiled_call_impl is not None or part._unrecorded:
+            return False
+        key += (id(part), own.get("_changes", 0))
+        parts.append(part)
+        for name in own.get("_inits", ()):
+            parameter = part._parameters.get(name)
+            if type(parameter) is not Parameter or not parameter.is_contiguous():
+                return False
+            key += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape)
+            parameters.append(parameter)
+        if part._modules and not _look(part, classes, key, parts, parameters):
+            return False
+    return True
+
+
+class _Link(NamedTuple):
+    """A step of a script. Values have places: 0 is x's, then come the parameters', then those of what is made, in order.
+
+    ``part``: whose FP8 state the step uses. ``takes``: places of its inputs. ``sources``: of each wanted gradient, the place of what it is
+    the gradient of. ``first``: the first place of its outputs. ``done``: places that nobody needs any more after it. ``saved``: how many
+    tensors it saves.
+    """
+
+    step: Step
+    part: Any
+    takes: list[int]
+    sources: list[int]
+    first: int
+    outputs: int
+    done: list[int]
+    saved: int
+
+
+class Script:
+    """The operations of a pass, which gives the value at the place ``output``."""
+
+    def __init__(self, kind: Kind, links: list[_Link], output: int, leaves: list[int]) -> None:
+        self.kind, self.links, self.output, self.leaves = kind, links, output, leaves
+
+    def fits(self, kind: Kind) -> bool:
+        """Whether a pass of ``kind``, which has the same key, is one of these."""
+        own, other = self.kind.recipe, kind.recipe
+        if kind.kernels is not self.kind.kernels or not (own is other or own == other):
+            return False
+        return all(link.part is None or link.part._wire(other, True) is link.step.wiring for link in self.links)
+
+    def run(self, x: Tensor, recipe: Any) -> Tensor:
+        """The output for x, in the graph."""
+        values: list[Any] = [x, *self.kind.parameters]
+        leaves = [values[at] for at in self.leaves]
+        saved: list[Tensor] = []
+        for step, part, takes, _, _, _, done, _ in self.links:
+            if part is not None:
+                part.wiring(recipe, True, True, None)
+            tensors = [next_rng(x.device) if at == _RNG else values[at] for at in takes]
+            outputs, held = step.forward(tensors)
+            saved += held
+            values += outputs
+            values += [tensors[i] for i in step.ready.through]
+            for at in done:
+                values[at] = None
+        return _Whole.apply(self, [values[self.output]], saved, *leaves)  # type: ignore[no-any-return]
+
+    def backward(self, saved: list[Tensor], grad: Tensor) -> list[Tensor | None]:
+        """The gradients of the leaves. ``saved``: what all steps saved, in order; emptied."""
+        grads: dict[int, Tensor | None] = {self.output: grad}
+        del grad
+        for step, _, _, sources, first, outputs, _, count in reversed(self.links):
+            at = len(saved) - count
+            own = saved[at:]
+            del saved[at:]
+            arrived = [grads.pop(place, None) for place in range(first, first + outputs)]
+            if any(g is not None for g in arrived):
+                into = step.begin()
+                for source, found in zip(sources, step.backward(own, arrived, into), strict=True):
+                    before = grads.get(source)
+                    grads[source] = found if before is None or found is None else before + found
+        return [grads.get(place) for place in self.leaves]
+
+
+class _Whole(torch.autograd.Function):
+    """The node of a script, which ran already."""
+
+    @staticmethod
+    def forward(ctx: Any, script: Script, output: list[Tensor], saved: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        saved.clear()
+        ctx.script = script
+        ctx.materialize_grads = False
+        return output.pop()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # the gradient is to be differentiated itself: what is refused, when it is
+            return _whole_once(ctx, grad)  # type: ignore[no-any-return]
+        if grad is None:
+            return (None,) * (3 + len(ctx.script.leaves))
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept for another pass, from here on only ``saved`` holds them
+        return (None, None, None, *ctx.script.backward(saved, grad))
+
+
+_whole_once = torch.autograd.function.once_differentiable(_Whole.backward)
+
+
+class Scripts:
+    """The scripts of a layer, by the key of their kind; None for a kind that has none."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], Script | None] = {}
+
+    def run(self, kind: Kind, x: Tensor) -> Tensor | None:
+        """A pass of that kind by its script; None where there is none."""
+        script = self.known.get(kind.key)
+        return script.run(x, kind.recipe) if script is not None and script.fits(kind) else None
+
+    @contextmanager
+    def watching(self, kind: Kind, x: Tensor) -> Iterator[list[Tensor]]:
+        """Context manager around a pass the plain way, whose output is put into the list: afterwards there is a script for its like."""
+        made: list[Tensor] = []
+        script = self.known.get(kind.key)
+        if script is None and kind.key in self.known:
+            yield made
+            return
+        with watched() as watch:
+            yield made
+        if len(self.known) >= _LIMIT:
+            self.known.clear()
+        self.known[kind.key] = _written(kind, watch, x, made[0])
+
+
+def _written(kind: Kind, watch: Watch, x: Tensor, y: Tensor) -> Script | None:
+    """The script of a pass that was watched; None where there can be none."""
+    wired = {id(part._wired[2]): part for part in kind.parts if getattr(part, "_wired", None) is not None}
+    places = {id(tensor): at for at, tensor in enumerate((x, *kind.parameters))}
+    count = len(places)
+    links: list[_Link] = []
+    for step, tensors, outputs in watch.seen:
+        named = zip(step.ready.inputs, tensors, strict=True)
+        takes = [_place(places, kind.parameters, name, tensor) for (name, _, _), tensor in named]
+        sources = [takes[i] for i in step.ready.wanted if takes[i] is not None]
+        part = wired.get(id(step.wiring))
+        known = part is not None or step.wiring is NO_STATE
+        if None in takes or _RNG in sources or step.fused is not None or not known:
+            return None
+        places |= {id(tensor): count + i for i, tensor in enumerate(outputs)}
+        saved = len(step.ready.kept) + len(step.ready.saved_apart.apart) + bool(step.ready.saved_apart.parts)
+        links.append(_Link(step, part, takes, sources, count, len(outputs), [], saved))  # type: ignore[arg-type]
+        count += len(outputs)
+    if places.get(id(y), 0) <= len(kind.parameters):
+        return None
+    output = places[id(y)]
+    last = {output: len(links)} | {place: at for at, link in enumerate(links) for place in range(link.first, link.first + link.outputs)}
+    last |= {place: at for at, link in enumerate(links) for place in link.takes}
+    for place, at in last.items():
+        if place > len(kind.parameters) and place != output:
+            links[at].done.append(place)
+    leaves = sorted({source for link in links for source in link.sources if source <= len(kind.parameters)})
+    return Script(kind, links, output, leaves)
+
+
+def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str, tensor: Tensor) -> int | None:
+    """Where an input of a step comes from: None for elsewhere. A parameter may come without its history, as a bias that another step makes
+    the gradient of."""
+    place = places.get(id(tensor))
+    if place is not None:
+        return place
+    if name == "rng":
+        return _RNG
+    if tensor.requires_grad:
+        return None
+    alike = (at for at, p in enumerate(parameters, 1)
+             if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape and p.dtype == tensor.dtype)  # fmt: skip
+    return next(alike, None) if tensor.numel() else None
+
+
+__all__ = ["Kind", "Script", "Scripts", "Wiring", "kind_of"]
