@@ -10,17 +10,16 @@ from typing import NoReturn
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected, meant, renamed
+from fp8kit.errors import BackendError, Fp8kitError, expected, meant
 
 FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
 
 
 def device_of(options: argparse.Namespace) -> Device:
     """The device that was asked for, or the default one. BackendError where it is not usable."""
-    try:
-        device = dispatch.default_device() if options.device is None else arrays.device(options.device)
-    except Fp8kitError as error:
-        raise error if options.device is None else renamed(error, options.command, "--device") from None
+    if options.device is None:
+        return dispatch.default_device()
+    device = arrays.device(options.device, options.command, "--device")
     usable = arrays.provider(device).count()
     if device.index >= usable:
         raise BackendError(f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
