@@ -15,7 +15,7 @@ from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, said, warmup
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -73,25 +73,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--precision", choices=("high", "fp8"), default="fp8",
                        help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)")
     train.add_argument("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder of the results (%(default)s)")
-    train.add_argument("--save-every", type=_positive, default=100, metavar="N",
+    train.add_argument("--save-every", type=positive, default=100, metavar="N",
                        help="write the whole state to DIR/training.safetensors after each N steps (%(default)s)")
     train.add_argument("--resume", action="store_true", help="continue from DIR/training.safetensors; where there is none yet, start")
     train.set_defaults(run=_train)
 
     for trains in (demo, train):
-        trains.add_argument("--steps", type=_positive, metavar="N", help="optimiser steps (the preset's)")
+        trains.add_argument("--steps", type=positive, metavar="N", help="optimiser steps (the preset's)")
         trains.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
         trains.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (%(default)s)")
 
     for own in (bench, warmup, plugins, kernels):
         own.add(commands)
     return parser
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return int(value)
 
 
 def _replaces(out: Path, *names: str) -> None:

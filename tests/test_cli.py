@@ -382,8 +382,9 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["bench", "--memory", "--json", "."], "--json: got"), (["bench", "--minutes", "-1"], "--minutes: got -1.0"),
-    (["bench", "casts", "--minutes", "0"], "fp8kit bench: --minutes: got 0.0, expected a finite number and > 0"),
+    (["bench", "--memory", "--json", "."], "--json: got"), (["bench", "--minutes", "-1"], "--minutes: got -1, expected"),
+    (["bench", "casts", "--minutes", "0"], "fp8kit bench: error: argument --minutes: got 0, expected a finite number and > 0"),
+    (["bench", "casts", "--minutes", "soon"], "argument --minutes: got soon, expected a finite number and > 0"),
     (["bench", "cast", "--device", "cpu"], "fp8kit bench: part: got cast, expected some of casts, training, layer"),
     (["bench", "cast", "--device", "cpu", "--out", "x", "--json", "y/z"], "; did you mean casts?"),
     (["bench", "--layer", "1,2,1,4,1"], "--layer: got"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
@@ -63,6 +66,30 @@ class Parser(argparse.ArgumentParser):
         if choice:
             message += meant("cuda" if choice[1] == "gpu" else choice[1], re.findall(r"[\w-]+", choice[2])).rstrip("?")
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+
+
+def positive(text: str) -> int:
+    """An argument of argparse that is a positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)
+
+
+def minutes(text: str) -> float:
+    """An argument of argparse that is a time above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text}, expected a finite number and > 0")
+
+
+def given(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
+    """The process's arguments, for a program that takes at most one for each of the names, read by their ``kinds``. Other arguments end it
+    with status 2 and one line that says what is wrong; --help tells ``about`` and the names."""
+    parser = Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, kind in kinds.items():
+        parser.add_argument(name, type=kind, nargs="?")
+    return [value for value in vars(parser.parse_args()).values() if value is not None]
 
 
 def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
