@@ -5,7 +5,7 @@
 
 Writes ``benchmarks.json`` after each part, and pictures, to DIR. Without a PART all but ``train`` run. Sizes are full on a GPU and small on
 the CPU. With --isolate each part has a process of its own: one that crashes or hangs costs the others nothing. Returns 1 where a part
-failed or a result of fp8kit is wrong; a missed target is printed and changes nothing.
+failed or a result of fp8kit is wrong, 2 for arguments that are none; a missed target is printed and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import table
-from fp8kit.arguments import number
 from fp8kit.bench import report as reports
 from fp8kit.bench.report import Report, Row, Setting
-from fp8kit.commands import device_of, said
+from fp8kit.commands import Parser, device_of, folder, minutes, positive, said
 from fp8kit.errors import Fp8kitError, meant
 
 FILE = "benchmarks.json"
@@ -31,19 +30,20 @@ PART_SECONDS = 600.0  # that an isolated part may take
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="some of the parts; --list names them")
     parser.add_argument("--list", action="store_true", help="say what there is to run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results")
-    parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing new after N minutes")
+    parser.add_argument("--minutes", type=minutes, metavar="N", help="begin nothing new after N minutes")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each contender (6; on the CPU 2)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each contender (6; on the CPU 2)")
     parser.add_argument("--isolate", action="store_true", help="a process for each part")
     parser.add_argument("--table", action="store_true", help=f"print README's table of {table.RESULTS.relative_to(table.ROOT)}")
     parser.add_argument("--update", action="store_true", help="with --table: write it into README.md")
     options = parser.parse_args(arguments)
-    if not (options.table or options.list or options.out):
-        parser.error("--out is required")
+    if options.update and not options.table:
+        parser.error("argument --update: not allowed without argument --table")
+    options.refuse = parser.error
     return options
 
 
@@ -69,13 +69,11 @@ def measure(options: argparse.Namespace) -> int:
     names = [part.name for part in PARTS]
     unknown = sorted(set(options.parts) - set(names))
     if unknown:
-        hint = meant(unknown[0], names)
-        print(f"python -m benchmarks: no such part: {', '.join(unknown)}; --list names them{hint}", file=sys.stderr)
-        return 2
-    if options.minutes is not None:
-        number("benchmarks", "--minutes", options.minutes, above=0.0)
+        options.refuse(f"argument PART: no such part: {', '.join(unknown)}; --list names them{meant(unknown[0], names).rstrip('?')}")
+    if options.out is None:
+        options.refuse("the following arguments are required: --out")
     chosen = [part for part in PARTS if part.name in options.parts or (part.usual and not options.parts)]
-    options.out.mkdir(parents=True, exist_ok=True)
+    folder(options.out)
     setting = setting_of(options)
     report = isolated(chosen, setting, options) if options.isolate else together(chosen, setting, options.out / FILE)
     return finish(report, options.out)

@@ -5,12 +5,12 @@ scales too, and sampling. Needs: a CPU (about 10 seconds once its kernels are co
 FP8 on the GPU. ``fp8kit demo`` is the same at a useful size, beside a high-precision run.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
 import fp8kit as fk
 from fp8kit.backends.dispatch import default_device
+from fp8kit.commands import given, positive
 from fp8kit.models import text
 from fp8kit.models.gpt import GPT, generate
 from fp8kit.models.presets import preset
@@ -46,4 +46,4 @@ def main(steps: int = 200) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    main(*given(__doc__, steps=positive))

@@ -4,7 +4,6 @@ Shows: what each step takes over (products and norms, then fused pairs of them, 
 and how long forward and backward take. Needs: PyTorch (extra torch), a CPU or a GPU (bfloat16). Arguments: hidden size, length.
 """
 
-import sys
 import time
 
 import fp8kit_torch as te
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from fp8kit.backends.dispatch import default_device
+from fp8kit.commands import given, positive
 
 DEVICE = default_device().kind
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -77,4 +77,4 @@ def main(size: int = 64, length: int = 32) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    main(*given(__doc__, size=positive, length=positive))

@@ -6,13 +6,12 @@ untrained; ``from_pretrained("gpt2")`` goes the same way. Needs: PyTorch, transf
 it runs on the GPU. Argument: steps.
 """
 
-import sys
-
 import fp8kit_torch as te
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fp8kit.backends.dispatch import default_device
+from fp8kit.commands import given, positive
 
 TEXT = b"the quick brown fox jumps over the lazy dog; " * 40
 LENGTH = 32
@@ -55,4 +54,4 @@ def main(steps: int = 30) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    main(*given(__doc__, steps=positive))

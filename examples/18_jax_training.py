@@ -4,7 +4,6 @@ Shows: the FP8 state is a value like the parameters; its gradient *is* its next 
 the step gives its memory on (``donate_argnums``). Needs: JAX and optax (extra test); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
-import sys
 import time
 
 import fp8kit_jax as fj
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fp8kit.commands import given, positive
 from fp8kit.models import text
 from fp8kit.recipe import DelayedScaling
 
@@ -74,4 +74,4 @@ def main(steps: int = 120) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    main(*given(__doc__, steps=positive))

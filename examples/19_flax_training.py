@@ -5,8 +5,6 @@ collection ``fp8_metas`` and is handed on by ``update_collections``; evaluation 
 test); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
-import sys
-
 import flax
 import fp8kit_jax as fj
 import jax
@@ -15,6 +13,7 @@ import optax
 from flax import linen as nn
 from fp8kit_jax.flax import LayerNorm, TransformerLayer
 
+from fp8kit.commands import given, positive
 from fp8kit.models import text
 from fp8kit.recipe import DelayedScaling
 
@@ -72,4 +71,4 @@ def main(steps: int = 120) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    main(*given(__doc__, steps=positive))

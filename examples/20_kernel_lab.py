@@ -6,7 +6,6 @@ The contract rounds to nearest, so codes that differ are right here; the exit st
 """
 
 import contextlib
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 import fp8kit as fk
 from fp8kit import codec, lab
 from fp8kit.backends.dispatch import default_device
+from fp8kit.commands import given, positive
 from fp8kit.models import plots, text
 from fp8kit.models.presets import preset
 from fp8kit.models.train import fp8_recipe, train
@@ -52,9 +52,9 @@ def product() -> float:
         return float(layer(fk.tensor(np.full((256, 256), 1.03, np.float32), device=layer.weight.device)).numpy().mean())
 
 
-def main(steps: str = "30", out: str = "runs/kernel_lab") -> None:
+def main(steps: int = 30, out: str = "runs/kernel_lab") -> None:
     """Look at the kernel alone, then train with it; the picture goes to the folder ``out``."""
-    device, size, corpus = default_device(), preset("tiny").with_steps(int(steps)), text.standard_library()
+    device, size, corpus = default_device(), preset("tiny").with_steps(steps), text.standard_library()
     mine = fk.override("quantize_transpose", SOURCE if device.kind == "cuda" else stochastic)
     losses, wrong = [], []
     for name, block in (("nearest", contextlib.nullcontext()), ("stochastic", mine)):
@@ -73,8 +73,8 @@ def main(steps: str = "30", out: str = "runs/kernel_lab") -> None:
     picture.savefig(path)
     print(f"largest difference {np.abs(np.subtract(*losses)).max():.4f} nats/byte, drawn in {path}")
     if wrong:
-        sys.exit(f"wrong: {wrong}")
+        raise SystemExit(f"wrong: {wrong}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*given(__doc__, steps=positive, out=str))

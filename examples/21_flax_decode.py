@@ -5,7 +5,6 @@ the logits are those of the whole text at once, here in FP8 too: blocks of 128 f
 Needs: JAX and Flax (extra flax); a CPU (a few seconds), or a GPU that JAX sees.
 """
 
-import sys
 import time
 
 import fp8kit_jax as fj
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from fp8kit_jax.flax import LayerNorm, TransformerLayer
 
+from fp8kit.commands import given, positive
 from fp8kit.recipe import Float8BlockScaling
 
 
@@ -65,4 +65,4 @@ def main(count: int = 32) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    main(*given(__doc__, count=positive))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, said, warmup
+from fp8kit.backends.policy import SelectionPolicy
+from fp8kit.backends.protocol import KERNELS
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -27,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usage exits with 2.
     """
     options = _parser().parse_args(arguments)
+    options.words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         status = int(options.run(options))
         sys.stdout.flush()
@@ -38,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(said(options.command, error), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print(f"\nfp8kit {options.command}: interrupted", file=sys.stderr)
+        go_on = getattr(options, "go_on", None)
+        print(f"\nfp8kit {options.command}: interrupted{'' if go_on is None else f'; {go_on()}'}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -68,25 +73,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--precision", choices=("high", "fp8"), default="fp8",
                        help="high is float32 on a CPU and bfloat16 on a GPU (%(default)s)")
     train.add_argument("--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder of the results (%(default)s)")
-    train.add_argument("--save-every", type=_positive, default=100, metavar="N",
+    train.add_argument("--save-every", type=positive, default=100, metavar="N",
                        help="write the whole state to DIR/training.safetensors after each N steps (%(default)s)")
     train.add_argument("--resume", action="store_true", help="continue from DIR/training.safetensors; where there is none yet, start")
     train.set_defaults(run=_train)
 
     for trains in (demo, train):
-        trains.add_argument("--steps", type=_positive, metavar="N", help="optimiser steps (the preset's)")
+        trains.add_argument("--steps", type=positive, metavar="N", help="optimiser steps (the preset's)")
         trains.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
         trains.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (%(default)s)")
 
     for own in (bench, warmup, plugins, kernels):
         own.add(commands)
     return parser
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return int(value)
 
 
 def _replaces(out: Path, *names: str) -> None:
@@ -101,6 +100,8 @@ def _demo(options: argparse.Namespace) -> int:
 
     device, out = device_of(options), folder(options.out)
     size = preset(options.preset or ("demo-cpu" if device.kind == "cpu" else "demo-gpu"))
+    options.go_on = lambda: ("a demo starts anew; what can be stopped and goes on with --resume is "
+                             f"`fp8kit train --preset {size.name}`: the same model, in FP8")
     _replaces(out, *RESULTS)
     verdict = run_demo(size, out, device, options.steps, options.seed)
     print(f"\nresults are in {out}/")
@@ -129,6 +130,7 @@ def _train(options: argparse.Namespace) -> int:
     if not resume:
         _replaces(out, "loss.csv", "model.safetensors", "training.safetensors", *(["scales.csv"] if recipe else []))
     sys.stdout.flush()
+    options.go_on = _continuation(options.words, keep, options.save_every, resume)
     run = train(size, corpus, recipe, "FP8" if recipe else precision, device, options.seed,
                 keep=keep, save_every=options.save_every, resume=resume)
     write_losses(out / "loss.csv", {run.label: run.losses})
@@ -138,6 +140,24 @@ def _train(options: argparse.Namespace) -> int:
     print(f"validation loss {run.validation_loss:.4f} nats/byte (unigram entropy {corpus.unigram_entropy():.4f})")
     print(f"results are in {out}/")
     return 0
+
+
+def _continuation(words: Sequence[str], keep: Path, every: int, resumed: bool) -> Callable[[], str]:
+    """What says how to go on with a training that was stopped: its state is in ``keep`` where that was written since now, or before, by the
+    training that this one ``resumed``."""
+
+    def written() -> int | None:
+        return keep.stat().st_mtime_ns if keep.exists() else None
+
+    before = written()
+    command = shlex.join(["fp8kit", *words, *([] if "--resume" in words else ["--resume"])])
+
+    def go_on() -> str:
+        if resumed or written() != before:
+            return f"this goes on after the last save, bit for bit: {command}"
+        return f"nothing is saved yet (--save-every {every}): the same command starts anew"
+
+    return go_on
 
 
 # --- info -------------------------------------------------------------------------------------------------------------
@@ -154,16 +174,49 @@ def _info(options: argparse.Namespace) -> int:
     sections: dict[str, list[tuple[str, str, str]]] = {
         "machine": [("python", "", platform.python_version()), ("system", "", f"{platform.system()} {platform.machine()}"),
                     ("default device", "", _said(lambda: str(dispatch.default_device()))),
-                    ("kernel cache", "", str(settings.cache_dir()))],
+                    ("kernel cache", "", _said(_cache))],
         "libraries": [(name, "", version) for name, version in versions().items()],
         "engine reference": [_reference()],
         "engine cuda": _cuda(),
     }
+    found = _settings()
+    if found:
+        sections = {"environment": found} | sections
     _print(sections.items())
     about = attention_info.question()
     print(f"attention asked about\n  {about.words}")
-    _print(attention_info.sections(about))
-    return 0
+    bad = [name for name, status, _ in found if status == "bad"]
+    try:
+        _print(attention_info.sections(about))
+    except Fp8kitError as error:
+        if not bad:
+            raise
+        print(f"  {'attention':38}{'missing':9}{error}")
+    if bad:
+        print(f"fp8kit info: {', '.join(bad)}: see environment", file=sys.stderr)
+    return FAILED if bad else 0
+
+
+def _settings() -> list[tuple[str, str, str]]:
+    """The FP8KIT_* variables that are set, and what is wrong with those that are bad."""
+    readers: dict[str, Callable[[], object]] = {
+        "DETERMINISTIC": settings.deterministic, "PREFER": settings.prefer, "STRICT": settings.strict, "REPLAYS": settings.replays,
+        "DEVICE": lambda: arrays.usable(settings.device(), "environment", "FP8KIT_DEVICE"), "LOG_LEVEL": settings.log_level,
+        "PER_OP": lambda: SelectionPolicy(per_op=settings.per_op(KERNELS)), "SKIP_CUDA": settings.deny_vendors}
+    rows = []
+    for name, (variable, value) in settings.given().items():
+        try:
+            readers.get(name, str)()
+            rows.append((variable, "", value))
+        except Fp8kitError as error:
+            rows.append((variable, "bad", str(error).removeprefix(f"environment: {variable}: ")))
+    return rows
+
+
+def _cache() -> str:
+    folder = settings.cache_dir()
+    why = settings.unwritable(folder)
+    return f"{folder}" if why is None else f"{folder} cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be"
 
 
 def _print(sections: Iterable[tuple[str, Sequence[tuple[str, str, str]]]]) -> None:

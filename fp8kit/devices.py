@@ -6,6 +6,7 @@ Everybody else finds these names in ``fp8kit.arrays``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -146,6 +147,15 @@ def available(kind: str) -> bool:
         return provider(Device(kind)).count() > 0
     except BackendError:
         return False
+
+
+def lacking(kind: str) -> str:
+    """That no device of this kind is usable, and what it wants first, as its engine's module ``support`` knows it (``fp8kit info``)."""
+    first = ""
+    with contextlib.suppress(ImportError, BackendError):
+        support = importlib.import_module(f"{_LOADERS[kind].rpartition('.')[0]}.support")
+        first = next((f" ({row.component}: {row.detail})" for row in support.report() if row.status == "missing"), "")
+    return f"no {kind} device is usable here{first}; `fp8kit info` lists what is missing"
 
 
 def current_stream(where: Device) -> int:

@@ -31,6 +31,7 @@ _TILES: dict[str, Callable[[int, int], tuple[int, int]]] = {
 }
 _FLOAT32_MAX = formats.float32.max
 _FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that are quantised
+_WANTED = "a number format: fp8kit.E4M3 or another fp8kit.Format (fp8kit.recipe.Format is for recipes)"
 _BOTH = "a Float8Tensor on both sides: quantize the other one first, or multiply with what dequantize() gives"
 
 
@@ -59,7 +60,7 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few
         raise FormatError(expected("quantize", "x", view.dtype.name, f"one of {', '.join(_FLOATS)}"))
     if not isinstance(format, Format):
-        raise FormatError(expected("quantize", "format", shown(format), "a fp8kit Format such as E4M3"))
+        raise FormatError(expected("quantize", "format", shown(format), _WANTED))
     saturate = flag("quantize", "saturate", saturate, FormatError)
     if not saturate and format.nan_code is None:
         raise FormatError(expected("quantize", "saturate", f"False for {format}, which has no Inf and no NaN", "True"))
@@ -103,7 +104,7 @@ class Float8Tensor:
     def __init__(self, data: Any, scale_inv: Any, format: Format = E4M3, scaling: str = "tensor") -> None:
         codes = arrays.as_view(data, "Float8Tensor", "data")
         if not isinstance(format, Format):
-            raise FormatError(expected("Float8Tensor", "format", shown(format), "a fp8kit Format such as E4M3"))
+            raise FormatError(expected("Float8Tensor", "format", shown(format), _WANTED))
         if codes.dtype is not formats.uint8 and codes.dtype.format != format:
             raise FormatError(expected("Float8Tensor", "data", codes.dtype.name, f"uint8, or the float8 dtype of {format}"))
         if not codes.contiguous:

@@ -28,6 +28,8 @@ class Format:
     all-ones code for NaN and has no Inf (E4M3), "none" has neither (E2M1). ``zero=False`` has no zero and no subnormals:
     exponent field 0 is an ordinary exponent (E8M0). ``bias`` defaults to ``2 ** (exponent_bits - 1) - 1``.
 
+    What ``fk.quantize`` takes. A recipe's ``fp8_format`` is another class of that name: ``fp8kit.recipe.Format``, a pair of these.
+
     Raises FormatError for a format that does not fit into 8 bits or has no finite value.
     """
 

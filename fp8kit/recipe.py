@@ -47,7 +47,8 @@ _PAIRS = {  # formats of inputs and weights, and of output gradients
 
 
 class Format(Enum):
-    """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient) take.
+    """Which narrow format the forward tensors (input, weight) and the backward tensors (output gradient) take: a recipe's ``fp8_format``,
+    by Transformer Engine's name. The number formats themselves, as ``fk.quantize`` takes them, are ``fp8kit.Format``s: ``fk.E4M3``.
 
     HYBRID is E4M3 forward and E5M2 backward: gradients need range more than precision (Micikevicius et al. 2022, section 3).
     ``value.max_fwd`` and ``value.max_bwd`` are the largest finite values; ``forward`` and ``backward`` the formats themselves.
@@ -88,7 +89,8 @@ class _Strict:
         for name in names:
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise self._refuse(name, {bool: "a bool", int: "an int"}.get(kind, f"an instance of {kind.__name__}"))
+                wanted = {bool: "a bool", int: "an int", Format: "one of fp8kit.recipe.Format, such as Format.HYBRID"}
+                raise self._refuse(name, wanted.get(kind, f"an instance of {kind.__name__}"))
 
     def _not_yet(self, **only: object) -> None:
         """Refuse fields that have another value than the only one that is carried out so far."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -72,7 +73,21 @@ def cache_dir() -> Path:
     if own:
         return Path(own)
     base = _text("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fp8kit"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "fp8kit"
+    except RuntimeError as error:  # a user without a home folder
+        raise Fp8kitError(expected("environment", "FP8KIT_CACHE_DIR", "nothing", f"a folder that can be written ({error})")) from None
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why no file can be made in ``folder`` or in one of the folders that it has; None where that is possible. Makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in (folder, *(found for found in folder.iterdir() if found.is_dir())):
+            tempfile.TemporaryFile(dir=each).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def deterministic() -> bool:
@@ -103,6 +118,12 @@ def prefer() -> str:
 def strict() -> bool:
     """Whether a second choice of implementation is forbidden."""
     return _flag("FP8KIT_STRICT")
+
+
+def given() -> dict[str, tuple[str, str]]:
+    """What is set to something: name without its prefix -> (the variable that speaks, ours or TransformerEngine-FL's, its value)."""
+    speaks = {name: _source(f"FP8KIT_{name}") for name in _NAMES} | {name: f"TE_FL_{name}" for name in ("PREFER_VENDOR", "SKIP_CUDA")}
+    return {name: (variable, value) for name, variable in speaks.items() if (value := os.environ.get(variable, "").strip())}
 
 
 def allow_vendors() -> frozenset[str] | None:

@@ -79,6 +79,8 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
         integer("warmup", name, value, 1, 2**31, ShapeError)
     ffn = 4 * hidden if ffn is None else integer("warmup", "ffn", ffn, 1, 2**31, ShapeError)
     heads = max(1, hidden // 64) if heads is None else integer("warmup", "heads", heads, 1, 2**31, ShapeError)
+    if hidden % heads:
+        raise ShapeError(expected("warmup", "hidden", hidden, f"a multiple of {heads} heads"))
     count = len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024)
     kind = formats.dtype(dtype, "warmup", "dtype")
     if kind not in formats.HIGH_PRECISION:

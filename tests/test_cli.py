@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from fp8kit import cli
+from fp8kit import cli, nn
 from fp8kit.backends.cuda import support
 from fp8kit.bench import parts, report
 from fp8kit.bench.report import Part, Setting
 from fp8kit.bench.sizes import SMALL
+from fp8kit.errors import BackendError
+from fp8kit.models.progress import Progress
 
 
 def test_info_names_every_engine_and_attention(capsys):
@@ -196,6 +199,88 @@ def test_a_device_that_is_not_there_is_named(name, monkeypatch, capsys):
     assert said.count("\n") == 1
 
 
+BAD = {"FP8KIT_DEVICE": ("moon", "got 'moon', expected a name like cpu, cuda or cuda:1"),
+       "FP8KIT_STRICT": ("maybe", "got 'maybe', expected 0 or 1"), "FP8KIT_LOG_LEVEL": ("loud", "got 'LOUD', expected DEBUG,"),
+       "TE_FL_PREFER": ("speed", "got 'speed', expected default, vendor or reference"),
+       "FP8KIT_PER_OP": ("a=b", "SelectionPolicy: per_op: got 'a', expected a kernel")}  # fmt: skip
+
+
+def test_info_tells_of_bad_settings_and_prints_the_rest(monkeypatch, capsys):
+    monkeypatch.setenv("FP8KIT_PLUGIN_MODULES", "")
+    for name, (value, _) in BAD.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["info"]) == 1
+    said = capsys.readouterr()
+    rows = rows_of(said.out)
+    bad = [name for name in rows["environment"] if name in BAD]
+    assert said.err.splitlines()[-1] == f"fp8kit info: {', '.join(bad)}: see environment"
+    for name, (_, why) in BAD.items():
+        assert rows["environment"][name].startswith(f"bad      {why}")
+    assert {"machine", "libraries", "engine reference", "engine cuda", "attention asked about"} <= rows.keys()
+
+
+def test_info_shows_the_settings_that_are_good(monkeypatch, capsys):
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    assert cli.main(["info"]) == 0
+    assert rows_of(capsys.readouterr().out)["environment"]["FP8KIT_DEVICE"] == "cpu"
+
+
+@pytest.mark.parametrize(("value", "wanted"), [
+    ("moon", "got 'moon', expected a name like cpu, cuda or cuda:1"),
+    ("cuda:3", "got cuda:3, expected cpu, or a device that is here: 0 of cuda"),
+])  # fmt: skip
+def test_a_device_of_the_environment_is_refused_by_its_variable(value, wanted, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli.arrays.provider(cli.arrays.device("cuda")), "count", lambda: 0, raising=False)
+    monkeypatch.setenv("FP8KIT_DEVICE", value)
+    assert cli.main(["train", "--preset", "tiny", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"fp8kit train: environment: FP8KIT_DEVICE: {wanted}")
+    assert said.count("\n") == 1
+    with pytest.raises(BackendError, match=r"^environment: FP8KIT_DEVICE: got "):
+        nn.Linear(4, 4)
+
+
+def stopped_at(monkeypatch, step):
+    """A training that Ctrl-C stops when ``step`` steps are done."""
+    update = Progress.update
+
+    def stop(self, done, *given, **values):
+        update(self, done, *given, **values)
+        if done == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "update", stop)
+
+
+def test_a_stopped_training_says_how_to_go_on(monkeypatch, tmp_path, capsys):
+    words = ["train", "--preset", "tiny", "--device", "cpu", "--save-every", "2", "--out", str(tmp_path / "a b")]
+    with monkeypatch.context() as patched:
+        stopped_at(patched, 1)
+        assert cli.main(words) == 130
+        said = capsys.readouterr().err.splitlines()
+        assert said[0] == "FP8 0/6 first step: compiles or loads kernels"
+        assert said[-1] == "fp8kit train: interrupted; nothing is saved yet (--save-every 2): the same command starts anew"
+    with monkeypatch.context() as patched:
+        stopped_at(patched, 4)
+        assert cli.main(words) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    start = "fp8kit train: interrupted; this goes on after the last save, bit for bit: fp8kit "
+    assert said.startswith(start)
+    again = shlex.split(said.removeprefix(start))
+    assert again == [*words, "--resume"]
+    assert cli.main(again) == 0
+    assert "FP8: continues after step 2 of 6\nFP8 2/6 first step" in capsys.readouterr().err
+
+
+def test_a_stopped_demo_says_what_can_be_resumed(monkeypatch, tmp_path, capsys):
+    stopped_at(monkeypatch, 2)
+    assert cli.main(["demo", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]) == 130
+    said = capsys.readouterr().err
+    assert "float32 0/6 first step: compiles or loads kernels\n" in said
+    assert said.splitlines()[-1] == ("fp8kit demo: interrupted; a demo starts anew; what can be stopped and goes on with --resume is "
+                                     "`fp8kit train --preset tiny`: the same model, in FP8")  # fmt: skip
+
+
 def test_interruption_is_one_line(monkeypatch, capsys):
     def stopped(*_, **__):
         raise KeyboardInterrupt
@@ -206,7 +291,8 @@ def test_interruption_is_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["train"], ["train", "--preset", "tiny", "--steps", "0"],
-                                       ["demo", "--steps", "many"], ["demo", "--preset", "huge"]])
+                                       ["demo", "--steps", "many"], ["demo", "--preset", "huge"],
+                                       ["warmup", "--layer", "64,256,2", "--preset", "tiny"], ["warmup", "--layer", "10,40,3"]])
 def test_wrong_usage_is_refused(arguments):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
@@ -253,7 +339,7 @@ def test_a_bench_that_measures_nothing_fails(capsys):
         assert capsys.readouterr().err == "fp8kit bench: FAILED: nothing was measured: there was no time\n"
 
 
-@pytest.mark.parametrize("arguments", [["bench", "tea"], ["bench", "--memory", "--layer", "3,4"], ["warmup", "--layer", "0,1,2"]])
+@pytest.mark.parametrize("arguments", [["bench", "tea"], ["bench", "--memory", "--layer", "3,4"], ["warmup", "--activation", "tea"]])
 def test_what_commands_cannot_take_is_one_line(arguments, capsys):
     assert cli.main([*arguments, "--device", "cpu"]) == 1
     said = capsys.readouterr().err
@@ -296,8 +382,9 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["bench", "--memory", "--json", "."], "--json: got"), (["bench", "--minutes", "-1"], "--minutes: got -1.0"),
-    (["bench", "casts", "--minutes", "0"], "fp8kit bench: --minutes: got 0.0, expected a finite number and > 0"),
+    (["bench", "--memory", "--json", "."], "--json: got"), (["bench", "--minutes", "-1"], "--minutes: got -1, expected"),
+    (["bench", "casts", "--minutes", "0"], "fp8kit bench: error: argument --minutes: got 0, expected a finite number and > 0"),
+    (["bench", "casts", "--minutes", "soon"], "argument --minutes: got soon, expected a finite number and > 0"),
     (["bench", "cast", "--device", "cpu"], "fp8kit bench: part: got cast, expected some of casts, training, layer"),
     (["bench", "cast", "--device", "cpu", "--out", "x", "--json", "y/z"], "; did you mean casts?"),
     (["bench", "--layer", "1,2,1,4,1"], "--layer: got"),
@@ -310,7 +397,10 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
     (["kernels", "foo"], "argument ACTION"), ([], "required: command"), (["train"], "required: --preset"),
     (["demo", "--preset", "demo-cup"], "; did you mean demo-cpu; fp8kit demo --help says more"),
     (["train", "--preset", "tiny", "--device", "gpu"], "fp8kit train: --device: got 'gpu'"),
-    (["warmup", "--layer", "1,2"], "fp8kit warmup: --layer: got '1,2', expected 3 positive numbers"),
+    (["warmup", "--layer", "1,2"], "argument --layer: got '1,2', expected 3 positive numbers"),
+    (["warmup", "--layer", "0,1,2"], "argument --layer: got '0,1,2', expected 3 positive numbers"),
+    (["warmup", "--layer", "10,40,3", "--arch", "sm_90a"], "--layer: got '10,40,3', expected HIDDEN a multiple of HEADS: 10 is none of 3"),
+    (["warmup", "--layer", "64,256,2", "--preset", "tiny"], "argument --preset: not allowed with argument --layer"),
     (["warmup", "--activation", "gell"], "fp8kit warmup: activation: got 'gell', expected one of gelu,"),
     (["warmup", "--activation", "gell"], "; did you mean gelu?"),
     (["warmup", "--arch", "foo"], "fp8kit warmup: arch: got 'foo', expected one of sm_89, sm_90a,"),

@@ -44,6 +44,15 @@ def stand(operation: str, argument: str, value: Any) -> Any:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
+def want_alike(operation: str, x: Any, **parameters: Any) -> None:
+    """FormatError, about ``x``, where the parameters by name, None where there is none, all have one other dtype. Those that are not alike
+    among themselves, and other kinds of dtypes, the operation refuses by their own names."""
+    dtypes = {name: value.dtype for name, value in parameters.items() if hasattr(value, "dtype")}
+    if len(set(dtypes.values())) == 1 and x.dtype not in dtypes.values() and jnp.issubdtype(x.dtype, jnp.floating):
+        name, dtype = next(iter(dtypes.items()))
+        raise FormatError(expected(operation, "x", x.dtype.name, f"{dtype.name} as {name}"))
+
+
 def as_number(operation: str, argument: str, value: Any, **limits: Any) -> float:
     """A static number within ``limits`` (``fp8kit.arguments.number``), also as an array without dimensions. ArgumentError for others."""
     if not isinstance(value, jax.core.Tracer) and getattr(value, "shape", None) == () and hasattr(value, "item"):

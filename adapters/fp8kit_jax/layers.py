@@ -20,7 +20,7 @@ from fp8kit.ops.norm_mlp import NormMLPSpec, norm_mlp
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import ALIGN, pad
 from fp8kit_jax.activations import activation_of
-from fp8kit_jax.arguments import as_array, as_number
+from fp8kit_jax.arguments import as_array, as_number, want_alike
 from fp8kit_jax.quantizers import QuantizerSet, fp8_of, scaling_of, settle
 from fp8kit_jax.rules import apply
 
@@ -40,6 +40,7 @@ def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,)
     Returns h (..., N). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
+    want_alike("dense", x, kernel=kernel, bias=bias)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = settle("dense", quantizer_set)
     features = shape[matrix.ndim - 1 :] or (1,)
@@ -64,6 +65,7 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     op = "layernorm_dense"
     return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
     x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
+    want_alike(op, x, kernel=kernel, gamma=gamma, beta=beta, bias=bias)
     found = settle(op, quantizer_set)
     _layout(op, kernel_layout)
     io = kernel_layout == "io"
@@ -100,6 +102,8 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise ShapeError(expected(op, argument, shown(pair), "two, one for each product"))
     (k1, k2), (b1, b2) = (as_array(op, f"kernels[{i}]", kernel) for i, kernel in enumerate(kernels)), biases
+    want_alike(op, x, gamma=gamma, beta=beta, **{f"kernels[{i}]": k for i, k in enumerate((k1, k2))},
+               **{f"biases[{i}]": b for i, b in enumerate((b1, b2))})
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(expected(op, "biases", "one", "two or none"))

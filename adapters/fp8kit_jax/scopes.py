@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,8 +65,8 @@ def check_recipe(operation: str, recipe: Any) -> None:
             raise RecipeError(expected(operation, "recipe", "reduce_amax=False", "reduce_amax=True in JAX"))
 
 
-@contextmanager
-def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None) -> Iterator[None]:
+def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource: MeshResource | None = None
+             ) -> AbstractContextManager[None]:
     """Functions and modules that are *traced* within compute in FP8, in this thread.
 
     * ``enabled``: False switches FP8 off, also inside another autocast. ``recipe``: None is ``DelayedScaling()``.
@@ -78,6 +78,12 @@ def autocast(enabled: bool = False, recipe: Recipe | None = None, mesh_resource:
     check_recipe("autocast", recipe)
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise RecipeError(expected("autocast", "mesh_resource", repr(mesh_resource), "a MeshResource or None"))
+    scope(enabled=enabled, recipe=recipe)  # refuses
+    return _within(enabled, recipe, mesh_resource)
+
+
+@contextmanager
+def _within(enabled: bool, recipe: Recipe | None, mesh_resource: MeshResource | None) -> Iterator[None]:
     before: Any = _thread.resource
     with scope(enabled=enabled, recipe=recipe):
         _thread.resource = before if mesh_resource is None else mesh_resource

@@ -19,7 +19,7 @@ from fp8kit.ops.dropout_add import dropout_add as dropout_add_operation
 from fp8kit.ops.norm import L2NormSpec, norm
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.rope import rope as rope_operation
-from fp8kit_jax.arguments import as_array, as_number, check_sums, check_targets
+from fp8kit_jax.arguments import as_array, as_number, check_sums, check_targets, want_alike
 from fp8kit_jax.layers import norm_spec
 from fp8kit_jax.rules import apply
 
@@ -32,6 +32,7 @@ def layernorm(x: Any, gamma: Any, beta: Any = None, norm_type: str = "layernorm"
     factor is 1 + gamma. Returns h like x.
     """
     x = as_array("layernorm", "x", x)
+    want_alike("layernorm", x, gamma=gamma, beta=beta)
     if isinstance(norm_type, str) and norm_type == "rmsnorm" and beta is not None:
         raise ShapeError(expected("layernorm", "beta", "an array", "None with rmsnorm"))
     spec = norm_spec("layernorm", x, norm_type, epsilon, zero_centered_gamma)

@@ -22,6 +22,7 @@ from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.parameters import Init, Watched
 from fp8kit_torch.plans import Stand
 from fp8kit_torch.recompute import checkpoint
+from fp8kit_torch.reprs import described
 from fp8kit_torch.rope import angles, check_turns
 from fp8kit_torch.specs import spec_for
 
@@ -106,6 +107,10 @@ class MultiheadAttention(Watched):
         self.key_value: Linear | None = Linear(hidden_size, **sized("key_value", "key", "value")) if cross else None
         self.core_attention = core
         self.proj = Linear(q, hidden_size, init_method=output_layer_init_method, name=None if name is None else f"{name}.proj", **shared)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what is not as usual (``reprs``)."""
+        return described(self)
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, encoder_output: Tensor | None = None,
                 attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,

@@ -35,6 +35,8 @@ class autocast(_autocast):
     def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
                  _graph: bool = False) -> None:
         if torch.compiler.is_compiling():
+            if recipe is not None and not isinstance(recipe, Recipe):
+                raise RecipeError("autocast: recipe: expected a Recipe, such as recipe.DelayedScaling(), or None")
             self.enabled, self.calibrating, self.check_finite = enabled, calibrating, None
             self.recipe = _DEFAULT if recipe is None else recipe
         else:

@@ -147,7 +147,7 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     compute something else) and modules whose ``forward`` was replaced are left alone. Whether an RMSNorm of some library is one is found
     out by running it on a few numbers, and modules on the meta device are not looked at. Outside of ``autocast`` a converted model computes
     what it did. Convert before ``torch.compile``, DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would have to
-    be replaced.
+    be replaced; a UserWarning where nothing was replaced, neither now nor before.
     """
     module("convert", "model", model)
     if filter_fn is not None:
@@ -155,8 +155,10 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
         raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: no layer can replace itself"))
     swapped: dict[nn.Module, nn.Module] = {}
-    for parent, name, child, path in list(_children(model)):
+    places, left = list(_children(model)), 0
+    for parent, name, child, path in places:
         if filter_fn is not None and not filter_fn(child, path):
+            left += 1
             continue
         if child not in swapped:
             made = _replacement(child)
@@ -164,6 +166,9 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
                 continue
             swapped[child] = made()
         parent._modules[name] = swapped[child]
+    if not swapped and not any(isinstance(child, _Converted) for _, _, child, _ in places):
+        why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
+        warnings.warn(f"convert: model: {type(model).__name__} has no layer that was replaced{why}: it computes as before", stacklevel=2)
     return model
 
 

@@ -15,6 +15,7 @@ from fp8kit_torch.apply import run
 from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.parameters import ParameterModule, Watched
+from fp8kit_torch.reprs import described
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.texts import encode
 
@@ -89,6 +90,10 @@ class L2Normalization(Watched):
         check("L2Normalization", CONSTRUCTED, locals())
         super().__init__()
         self.eps = float(eps)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what is not as usual (``reprs``)."""
+        return described(self)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., N). Returns the same shape and dtype. ShapeError for no dimension, FormatError for another dtype."""

@@ -13,6 +13,7 @@ from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, BackendError, expected
 from fp8kit.formats import HIGH_PRECISION
 from fp8kit_torch import checks
+from fp8kit_torch.reprs import described
 from fp8kit_torch.views import dtype_of
 
 Init = Callable[[Tensor], Any]
@@ -76,6 +77,10 @@ class ParameterModule(Watched):
         if where.type != "meta":
             with torch.no_grad():
                 init(self._parameters[name])  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """Sizes, and what is not as usual (``reprs``)."""
+        return described(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
                               unexpected_keys: list[str], error_msgs: list[str]) -> None:

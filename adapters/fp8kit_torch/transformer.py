@@ -25,6 +25,7 @@ from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.parameters import Init, Watched
 from fp8kit_torch.plans import Stand
+from fp8kit_torch.reprs import described
 from fp8kit_torch.scripts import Scripts, kind_of
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import as_view
@@ -131,6 +132,10 @@ class TransformerLayer(Watched):
             kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
             self.layernorm = kind(hidden_size, layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what is not as usual (``reprs``)."""
+        return described(self)
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, self_attn_mask_type: str | None = None,
                 window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, encoder_output: Tensor | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,12 +42,31 @@ class HookHandle:
             self._hooks.remove(self._hook)
 
 
+_ELSEWHERE = ("the tape has what fk.nn computes, + and reshape; fk.Function makes an operation of your own, and .data or .numpy() is the "
+              "array, off the tape")
+
+
+def _refused(symbol: str) -> Callable[..., Any]:
+    """The method of an operator that the tape does not have; operands that ask NumPy to leave mixed operators to them are asked first."""
+
+    def refuse(self: Any, other: Any = None) -> Any:
+        if getattr(type(other), "__array_ufunc__", refuse) is None:
+            return NotImplemented
+        raise TypeError(f"{type(self).__name__} has no operator {symbol}; {_ELSEWHERE}")
+
+    return refuse
+
+
 class Tensor:
     """An array with a place on the tape.
 
     ``view`` is the array (``ArrayView``); ``requires_grad`` whether a gradient is wanted; ``grad`` the gradient that backward
     accumulated, an ArrayView of the same shape and dtype, or None. Shares memory with NumPy, CuPy and anything that takes
     ``__dlpack__``: ``data`` is the device library's own array, ``numpy()`` a host array (a copy from a GPU).
+
+    What the tape can differentiate is what ``fk.nn`` computes, ``+`` and ``reshape``: a Tensor has no other arithmetic (``@``, ``*``,
+    ``mean``), and says so. ``fk.Function`` makes an operation of your own of any NumPy or CuPy code; what needs no gradient is computed
+    with ``data`` or ``numpy()``.
 
     Raises FormatError for ``requires_grad`` with a dtype that is not floating.
     """
@@ -242,6 +261,19 @@ class Tensor:
         if isinstance(other, int | float | complex):
             return NotImplemented
         return apply(add, _ADD, {"a": self, "b": other if isinstance(other, Tensor) else arrays.as_view(other, "add", "other")})["y"]
+
+    if not TYPE_CHECKING:  # a checker knows without them that they are not there
+
+        def __getattr__(self, name: str) -> Any:
+            where = "" if name.startswith("_") else f"; {_ELSEWHERE}"
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{where}", name=name, obj=self)
+
+        __sub__, __rsub__ = _refused("-"), _refused("-")
+        __mul__, __rmul__ = _refused("*"), _refused("*")
+        __truediv__, __rtruediv__ = _refused("/"), _refused("/")
+        __pow__, __rpow__ = _refused("**"), _refused("**")
+        __matmul__, __rmatmul__ = _refused("@"), _refused("@")
+        __neg__ = _refused("-")
 
     __array_priority__ = 1000  # array + tensor is the tensor's to answer: NumPy would convert it, and leave the tape
 

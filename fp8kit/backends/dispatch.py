@@ -16,6 +16,7 @@ from fp8kit.backends.manager import OpManager, say_once
 from fp8kit.backends.policy import _CURRENT, SelectionPolicy, Switch, get_policy
 from fp8kit.backends.protocol import block_shapes
 from fp8kit.backends.registry import IN_TREE, LOCK, CannotTake, Kind, OpImpl, OpRegistry
+from fp8kit.devices import lacking
 from fp8kit.errors import BackendError, expected
 
 __all__ = [
@@ -103,22 +104,27 @@ def plugins_fingerprint() -> str:
 
 
 def default_device() -> Device:
-    """Where ``device=None`` puts things: ``fk.use_backend``'s device, FP8KIT_DEVICE, CUDA where it is usable, else the CPU."""
+    """Where ``device=None`` puts things: ``fk.use_backend``'s device, FP8KIT_DEVICE, CUDA where it is usable, else the CPU. BackendError
+    where what the first two name is not usable here."""
     backend = get_policy().backend
-    named = settings.device()
+    if backend is not None and backend in IN_TREE:
+        if not arrays.available(IN_TREE[backend]):
+            wanted = f"an engine whose device is here: {lacking(IN_TREE[backend])}"
+            raise BackendError(expected("use_backend", "name", repr(backend), wanted))
+        return Device(IN_TREE[backend])
+    said = settings.device()
+    named = arrays.usable(said, "environment", "FP8KIT_DEVICE") if said else None
     if backend is not None:
-        if backend in IN_TREE:
-            return Device(IN_TREE[backend])
         served = registry.engines().get(backend, frozenset())
-        if named and arrays.device(named).kind in served:
-            return arrays.device(named)
+        if named is not None and named.kind in served:
+            return named
         usable = [kind for kind in ("cuda", *sorted(served - {"cuda"})) if kind in served and arrays.available(kind)]
         if usable:
             return Device(usable[0])
         wanted = f"one of the engine's devices usable here: {', '.join(sorted(served))}"
         raise BackendError(expected("device", "None", f"use_backend({backend!r})", wanted))
-    if named:
-        return arrays.device(named)
+    if named is not None:
+        return named
     return Device("cuda") if arrays.available("cuda") else arrays.CPU
 
 

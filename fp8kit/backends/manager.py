@@ -21,6 +21,7 @@ from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS, signature
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, CannotTake, OpImpl, OpRegistry
+from fp8kit.devices import lacking
 from fp8kit.errors import BackendError, expected, meant
 from fp8kit.replays import Replays
 
@@ -230,7 +231,9 @@ class OpManager:
             return _largest(name, usable)
         if not usable:
             reasons = "; ".join(f"{impl.impl_id}: {why}" for impl, why in refused) or "nothing is registered for it"
-            raise BackendError(expected(name, "array", f"device {device}", f"a device that an allowed engine serves ({reasons})"))
+            own = IN_TREE.get(policy.backend or "")
+            here = f"; {lacking(own)}" if own is not None and not arrays.available(own) else ""
+            raise BackendError(expected(name, "array", f"device {device}", f"a device that an allowed engine serves ({reasons}){here}"))
         for impl, why in refused:
             if impl.engine not in IN_TREE and why.startswith(_UNFIT):
                 say_once(logging.WARNING, "%s: %s is left out on %s: %s", name, impl.impl_id, device, why)

@@ -25,7 +25,7 @@ from fp8kit import settings
 from fp8kit.arrays import Device
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, LOCK, SERVES, Kind, OpImpl, match_token
-from fp8kit.errors import BackendError, expected, meant
+from fp8kit.errors import BackendError, expected, meant, on_behalf_of
 
 PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE = VALID_PREFER_VALUES = (Kind.DEFAULT.value, Kind.VENDOR.value, Kind.REFERENCE.value)
 
@@ -229,14 +229,15 @@ def _intern(policy: SelectionPolicy) -> SelectionPolicy:
 
 def policy_from_env() -> SelectionPolicy:
     """The policy that the FP8KIT_* variables describe. Fp8kitError for a value that is none."""
-    return SelectionPolicy(
-        settings.prefer(),
-        settings.strict(),
-        settings.allow_vendors(),
-        settings.deny_vendors(),
-        settings.per_op(KERNELS),
-        deterministic=settings.deterministic(),
-    )
+    with on_behalf_of("environment", per_op=settings.given().get("PER_OP", ("FP8KIT_PER_OP",))[0]):
+        return SelectionPolicy(
+            settings.prefer(),
+            settings.strict(),
+            settings.allow_vendors(),
+            settings.deny_vendors(),
+            settings.per_op(KERNELS),
+            deterministic=settings.deterministic(),
+        )
 
 
 def get_policy() -> SelectionPolicy:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected, meant, renamed
+from fp8kit.errors import BackendError, Fp8kitError, expected, meant
 
 FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
 
 
 def device_of(options: argparse.Namespace) -> Device:
     """The device that was asked for, or the default one. BackendError where it is not usable."""
-    try:
-        device = dispatch.default_device() if options.device is None else arrays.device(options.device)
-    except Fp8kitError as error:
-        raise error if options.device is None else renamed(error, options.command, "--device") from None
+    if options.device is None:
+        return dispatch.default_device()
+    device = arrays.device(options.device, options.command, "--device")
     usable = arrays.provider(device).count()
     if device.index >= usable:
         raise BackendError(f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
@@ -64,6 +66,30 @@ class Parser(argparse.ArgumentParser):
         if choice:
             message += meant("cuda" if choice[1] == "gpu" else choice[1], re.findall(r"[\w-]+", choice[2])).rstrip("?")
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+
+
+def positive(text: str) -> int:
+    """An argument of argparse that is a positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)
+
+
+def minutes(text: str) -> float:
+    """An argument of argparse that is a time above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text}, expected a finite number and > 0")
+
+
+def given(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
+    """The process's arguments, for a program that takes at most one for each of the names, read by their ``kinds``. Other arguments end it
+    with status 2 and one line that says what is wrong; --help tells ``about`` and the names."""
+    parser = Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, kind in kinds.items():
+        parser.add_argument(name, type=kind, nargs="?")
+    return [value for value in vars(parser.parse_args()).values() if value is not None]
 
 
 def numbers(name: str, text: str, count: int) -> tuple[int, ...]:

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fp8kit.arguments import number
-from fp8kit.commands import FAILED, device_of, folder, numbers, writable
+from fp8kit.commands import FAILED, device_of, folder, minutes, numbers, writable
 from fp8kit.errors import Fp8kitError, expected, meant
 
 
@@ -23,7 +22,7 @@ def add(commands: Any) -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="some of the parts (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers, versions and clocks to FILE; its folder is made")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also draw the pictures into DIR")
-    parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing new after N minutes; what runs then is finished")
+    parser.add_argument("--minutes", type=minutes, metavar="N", help="begin nothing new after N minutes; what runs then is finished")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
     parser.add_argument("--memory", action="store_true", help="only: every tensor that one layer keeps for backward, sums, the peak")
     parser.add_argument("--layer", metavar="HIDDEN,FFN,HEADS,SEQUENCE,BATCH", help="of --memory (4096,16384,32,2048,4; small on the CPU)")
@@ -32,8 +31,6 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; the exit status is 1 where a part failed or a result is wrong."""
-    if options.minutes is not None:
-        number("bench", "--minutes", options.minutes, above=0.0)
     if options.layer is not None and not options.memory:
         raise Fp8kitError(expected("bench", "--layer", repr(options.layer), "none without --memory"))
     beside = {"part": " ".join(options.parts), "--minutes": options.minutes, "--out": options.out}

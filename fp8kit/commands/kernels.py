@@ -23,7 +23,7 @@ from fp8kit.lab.sources import Found, Part
 from fp8kit.raw_kernels import manifest
 
 WRONG = 1  # exit status: a kernel is wrong, or does not compile
-UNCHECKED = 3  # exit status: what serves the CPU is right, the CUDA kernel that was asked about could not be run
+UNCHECKED = 3  # exit status: what serves the CPU is right, or was timed; the CUDA kernel that was asked about could not be run
 POLL = 0.25  # seconds between two looks at a watched file
 _NO_GPU = "the CUDA kernel itself was not run: it needs a GPU"
 
@@ -53,7 +53,8 @@ def add(commands: Any) -> None:
     action("compile", "every variant compiled, no GPU needed", _compile, "name", arch=True)
     check = action("check", f"the contract's cases; exit status {WRONG}: wrong, {UNCHECKED}: {_NO_GPU}", _check, "name")
     check.add_argument("--only", default="", metavar="WORD", help="cases with this word in their name")
-    bench = action("bench", "time, and the share of a copy's speed; of products and attention GFLOP/s", _bench, "name")
+    bench = action("bench", f"time, and the share of a copy's speed; of products and attention GFLOP/s; exit status {UNCHECKED}: {_NO_GPU}",
+                   _bench, "name")
     for each in (check, bench):
         each.add_argument("--device", metavar="NAME", help="cpu or cuda:N (cuda where usable, else cpu)")
     bench.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the arrays")
@@ -231,6 +232,7 @@ def _bench(options: argparse.Namespace) -> int:
         print(result)
     if device.kind == "cpu" and not options.device:
         print(f"fp8kit kernels: {_NO_GPU}", file=sys.stderr)
+        return UNCHECKED
     return 0
 
 

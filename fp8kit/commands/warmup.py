@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from fp8kit.commands import numbers
+from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS
 
 # name -> class in fp8kit.recipe
@@ -17,8 +18,9 @@ def add(commands: Any) -> None:
     """Add the command to ``commands``, what ``add_subparsers`` gave."""
     what = "compile the kernels of a training into the cache, side by side, and make its plans"
     parser = commands.add_parser("warmup", help=what, description=f"{what[0].upper()}{what[1:]}.")
-    parser.add_argument("--preset", choices=PRESETS, help="sizes of one of fp8kit's models")
-    parser.add_argument("--layer", metavar="HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]", help="sizes of a layer (4096,16384,64,128,1)")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--preset", choices=PRESETS, help="sizes of one of fp8kit's models")
+    sizes.add_argument("--layer", type=_layer, metavar="HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]", help="sizes of a layer (4096,16384,64,128,1)")
     parser.add_argument("--recipe", choices=RECIPES, default="delayed", help="(%(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the parameters (%(default)s)")
     parser.add_argument("--activation", default="gelu", metavar="NAME", help="(%(default)s)")
@@ -26,6 +28,18 @@ def add(commands: Any) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
     parser.add_argument("--threads", type=int, metavar="N", help="that compile at once (as many as there are cores)")
     parser.set_defaults(run=run)
+
+
+def _layer(text: str) -> dict[str, int]:
+    """A layer's sizes by their names. ArgumentTypeError, which argparse tells, for what is none."""
+    try:
+        given = numbers("layer", text, 5 if text.count(",") > 2 else 3)
+    except Fp8kitError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("argument: --layer: ")) from None
+    hidden, _, heads, *_ = given
+    if hidden % heads:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected HIDDEN a multiple of HEADS: {hidden} is none of {heads}")
+    return dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), given, strict=False))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,8 +52,7 @@ def run(options: argparse.Namespace) -> int:
         size = PRESETS[options.preset]
         sizes = {"hidden": size.hidden, "ffn": 4 * size.hidden, "heads": size.heads, "sequence": size.context, "batch": size.sequences}
     if options.layer is not None:
-        given = numbers("layer", options.layer, 5 if options.layer.count(",") > 2 else 3)
-        sizes = dict(zip(("hidden", "ffn", "heads", "sequence", "batch"), given, strict=False))
+        sizes = options.layer
     done = warmup(**sizes, dtype=options.dtype, recipe=getattr(recipe, RECIPES[options.recipe])(), activation=options.activation,
                   arch=options.arch, device=options.device, threads=options.threads,
                   say=lambda line: print(f"fp8kit warmup: {line}", file=sys.stderr, flush=True))

@@ -37,6 +37,10 @@ class Progress:
         self._units = 0.0
         self._wide = 0
 
+    def begin(self, step: int, what: str) -> None:
+        """Say, with ``step`` steps done and before the next has ended, ``what`` goes on."""
+        self._draw(f"{self._bar(step)}{self._label} {step}/{self._total} {what}", False)
+
     def update(self, step: int, units: float = 1, **values: float) -> None:
         """Say that ``step`` steps (of ``total``) are done, the last one worth ``units``; ``values`` are shown with 3 decimals."""
         now = self._clock()
@@ -61,10 +65,12 @@ class Progress:
             line += f"  {(self._units - first_units) / (now - then):,.0f} {self._unit}/s"
             left = (now - then) / (step - first_step) * (self._total - step)
             line += f"  {duration(left)} left" if step < self._total else f"  {duration(now - self._start)} in all"
-        if self._terminal:
-            filled = WIDTH * step // self._total
-            line = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {line}"
-        return line
+        return f"{self._bar(step)}{line}"
+
+    def _bar(self, step: int) -> str:
+        """What a terminal's line begins with."""
+        filled = WIDTH * step // self._total
+        return f"[{'#' * filled}{'.' * (WIDTH - filled)}] " if self._terminal else ""
 
     def _draw(self, line: str, last: bool) -> None:
         if self._terminal:

@@ -28,6 +28,7 @@ from fp8kit.models.text import Bytes, Corpus
 from fp8kit.recipe import DelayedScaling, Recipe
 
 VALIDATION_SEED = 1 << 32  # training seeds are below it
+FIRST = "first step: compiles or loads kernels"  # seconds, before there is a loss to show
 DRAIN = 10  # steps between two readings of losses from an accelerator: reading waits for it
 
 
@@ -78,6 +79,8 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
     share = tensor(np.full(1, 1 / preset.accumulate, np.float32), device=device)
     pending: list[list[Tensor]] = []
     start = time.perf_counter()
+    if len(run.losses) < preset.steps:
+        progress.begin(len(run.losses), FIRST)
     for step in range(len(run.losses), preset.steps):
         optimizer.lr = optim.warmup_cosine(step, preset.learning_rate, preset.warmup, preset.steps, preset.learning_rate / 10)
         pending.append([_microbatch(run, preset, corpus.train, seed, step, micro, share, device) for micro in range(preset.accumulate)])

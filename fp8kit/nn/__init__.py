@@ -1,4 +1,26 @@
-"""Modules with Transformer Engine's names, arguments and parameter names, on the native tape."""
+"""Modules with Transformer Engine's names, arguments and parameter names, on the native tape.
+
+=========================  ===============================================================================================
+module                     what it computes
+=========================  ===============================================================================================
+Linear                     y = x W^T + b
+LayerNormLinear            y = norm(x) W^T + b, in one operation
+LayerNormMLP               y = act(norm(x) W1^T + b1) W2^T + b2, in one operation
+LayerNorm, RMSNorm         norms with weights; ``L2Normalization`` without
+DotProductAttention        softmax(q k^T) v: masks, windows, biases, groups of heads, dropout
+MultiheadAttention         attention with its projections, to itself or across
+TransformerLayer           attention and MLP, each with norm, dropout and residual
+RotaryPositionEmbedding    angles for ``apply_rotary_pos_emb`` and for attention's ``rotary_pos_emb``
+Embedding                  rows of a table
+Dropout                    elements dropped, the others scaled up
+ModuleList, Sequential     modules in a row: kept, or called one after the other
+Module, Parameter          the bases of modules of your own, and what they train
+=========================  ===============================================================================================
+
+Functions: ``cross_entropy`` (the loss), ``apply_rotary_pos_emb``. ``InferenceParams`` keeps keys and values between the steps of a
+generation. Random numbers: ``manual_seed``, ``get_rng_state``, ``set_rng_state``, ``RandomState`` for checkpoints; ``normal_init`` fills
+weights.
+"""
 
 from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.dot_product_attention import DotProductAttention

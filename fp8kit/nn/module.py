@@ -21,6 +21,7 @@ from fp8kit.nn import finite
 from fp8kit.nn.random import Init
 
 _Self = TypeVar("_Self", bound="Module")
+_OF_X = ("linear", "norm", "norm_linear", "norm_mlp")  # operations whose parameters have the dtype of their input x
 EXTRA = "_extra_state."
 
 
@@ -49,10 +50,16 @@ class Module:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         captured.hold(self, self._held)
-        if finite.wanted():
-            with finite.looking(self):
-                return self.forward(*inputs, **options)
-        return self.forward(*inputs, **options)
+        try:
+            if finite.wanted():
+                with finite.looking(self):
+                    return self.forward(*inputs, **options)
+            return self.forward(*inputs, **options)
+        except FormatError as error:
+            told = _of_the_input(self, error)
+            if told is None:
+                raise
+            raise told from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(vars(self).get(name), Parameter) and not (value is None or isinstance(value, Parameter)):
@@ -289,6 +296,17 @@ def as_tokens(operation: str, argument: str, value: Any, qkv_format: str, featur
     if x.dtype is not dtype:
         raise FormatError(expected(operation, argument, x.dtype.name, f"{dtype.name} as the parameters"))
     return x
+
+
+def _of_the_input(module: Module, error: FormatError) -> FormatError | None:
+    """A refusal of a parameter that has not the input's dtype, as one of the input, where the module's own parameters have one dtype; None
+    for any other refusal."""
+    operation, argument, rest = (*str(error).split(": ", 2), "", "")[:3]
+    own = {name: value.dtype.name for name, value in vars(module).items() if isinstance(value, Parameter)}
+    given = rest.removeprefix(f"got {own.get(argument)}, expected ")
+    if operation not in _OF_X or len(set(own.values())) != 1 or given not in [kind.name for kind in formats.HIGH_PRECISION]:
+        return None
+    return FormatError(expected(operation, module.argument_names["x"], given, f"{own[argument]} as the parameters"))
 
 
 def positive(operation: str, **sizes: int) -> None:

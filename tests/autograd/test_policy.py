@@ -9,6 +9,8 @@ import pytest
 
 from fp8kit import arrays
 from fp8kit.backends import dispatch, policy
+from fp8kit.backends.cuda import support
+from fp8kit.backends.cuda.support import Row
 from fp8kit.backends.manager import chain
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.registry import CannotTake, Kind, OpImpl
@@ -64,6 +66,18 @@ def test_another_engines_arrays_are_refused_by_name() -> None:
         dispatch.kernels(arrays.CPU)
     with pytest.raises(BackendError, match="use_backend: name: got 'cudnn', expected one of reference, cuda"):
         dispatch.use_backend("cudnn")
+
+
+def test_an_engine_without_a_device_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it would place a new array, and where an array of another device comes to it."""
+    monkeypatch.setattr(arrays.provider(arrays.device("cuda")), "count", lambda: 0, raising=False)
+    monkeypatch.setattr(support, "report", lambda: [Row("driver", "runs", "CUDA 13.0"), Row("CuPy", "missing", "is not installed")])
+    said = r"no cuda device is usable here \(CuPy: is not installed\); `fp8kit info` lists what is missing$"
+    with dispatch.use_backend("cuda"):
+        with pytest.raises(BackendError, match=f"^use_backend: name: got 'cuda', expected an engine whose device is here: {said}"):
+            dispatch.default_device()
+        with pytest.raises(BackendError, match=rf"^amax: array: got device cpu, .* is in force\); {said}"):
+            dispatch.kernels(arrays.CPU)
 
 
 def impl(name: str, kind: Kind = Kind.VENDOR, **more: object) -> OpImpl:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+import fp8kit as fk
 from fp8kit import arrays
 from fp8kit.autograd import Context, Function, Tensor, tensor
-from fp8kit.errors import AutogradError, ShapeError
+from fp8kit.errors import AutogradError, FormatError, ShapeError
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -103,3 +105,29 @@ def test_a_chain_of_many_nodes_is_walked_and_freed() -> None:
     y.backward(arrays.zeros((1,), x.dtype, x.device))
     del y
     np.testing.assert_array_equal(x.grad.numpy(), [0])
+
+
+@pytest.mark.parametrize(("symbol", "compute"), {
+    "-": lambda t, x: t - x, "*": lambda t, x: t * x, "/": lambda t, x: t / x, "**": lambda t, x: t**x, "@": lambda t, x: t @ x,
+}.items(), ids=["minus", "times", "over", "power", "product"])  # fmt: skip
+def test_operators_that_the_tape_does_not_have_say_what_to_use(symbol: str, compute: Any) -> None:
+    """With numbers, arrays and tensors, on either side: nothing leaves the tape unseen."""
+    t, array = tensor(np.ones((2, 2), np.float32), requires_grad=True), np.full((2, 2), 3, np.float32)
+    for other in (2, array, t):
+        for pair in ((t, other), (other, t)):
+            with pytest.raises(TypeError, match=rf"^Tensor has no operator {re.escape(symbol)}; .*fk\.nn .*fk\.Function .*\.numpy\(\)"):
+                compute(*pair)
+    quantized = fk.quantize(array, fk.E4M3)
+    with pytest.raises(FormatError, match=r"matmul: self: got fp8kit\.Tensor"):
+        _ = t @ quantized
+    assert np.mean(t.numpy() @ array) == 6.0
+
+
+def test_attributes_that_a_tensor_does_not_have_say_what_to_use() -> None:
+    t = tensor(np.ones(2, np.float32))
+    for name in ("mean", "T", "sum"):
+        with pytest.raises(AttributeError, match=rf"^Tensor has no attribute '{name}'; the tape has what fk\.nn computes"):
+            getattr(t, name)
+    with pytest.raises(AttributeError, match=r"^Tensor has no attribute '_nothing'$"):
+        _ = t._nothing
+    assert not hasattr(t, "__array_interface__")

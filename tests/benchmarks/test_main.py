@@ -150,13 +150,21 @@ def test_parts_apart_are_taken_together(tmp_path, monkeypatch):
 
 
 def test_usage(capsys, tmp_path, monkeypatch):
-    assert command.main(["tea", "--out", str(tmp_path)]) == 2
-    assert "no such part: tea" in capsys.readouterr().err
+    out = ["--out", str(tmp_path)]
+    (tmp_path / "file").write_text("")
     for wrong, status, said in (
-        (["kernel"], 2, "; did you mean kernels?"), (["gemm", "--minutes", "0"], 1, "--minutes: got 0.0, expected a finite number and > 0"),
-        (["gemm", "--device", "gpu"], 1, "--device: got 'gpu', expected a name like"),
+        (["tea"], 2, "argument PART: no such part: tea; --list names them"), (["kernel", *out], 2, "; did you mean kernels;"),
+        (["gemm", "--minutes", "0", *out], 2, "argument --minutes: got 0, expected a finite number and > 0"),
+        (["gemm", "--rounds", "none"], 2, "argument --rounds: none is not a positive number"), (["--update"], 2, "argument --update: not"),
+        (["gemm"], 2, "required: --out"), (["gemm", "--device", "gpu", *out], 1, "--device: got 'gpu', expected a name like"),
+        (["gemm", "--out", str(tmp_path / "file" / "x")], 1, "--out: got"),
     ):  # fmt: skip
-        assert command.main([*wrong, "--out", str(tmp_path)]) == status
+        if status == 2:
+            with pytest.raises(SystemExit) as stopped:
+                command.main(wrong)
+            assert stopped.value.code == status
+        else:
+            assert command.main(wrong) == status
         printed = capsys.readouterr().err
         assert printed.startswith("python -m benchmarks: ")
         assert said in printed

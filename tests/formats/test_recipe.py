@@ -190,3 +190,12 @@ def test_callables_and_short_names():
     assert Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3).short_name() == "current(E4M3, pow2)"
     assert Float8CurrentScaling().forward_format is formats.E4M3
     assert Float8CurrentScaling().backward_format is formats.E5M2
+
+
+def test_the_two_formats_are_told_apart():
+    """A recipe's format is a pair of number formats; where one is given for the other the message says which is wanted."""
+    assert (fk.recipe.Format.HYBRID.forward, fk.recipe.Format.HYBRID.backward) == (fk.E4M3, fk.E5M2)
+    with pytest.raises(RecipeError, match=r"fp8_format: got Format\(name='E4M3', .*expected one of fp8kit\.recipe\.Format, such as"):
+        DelayedScaling(fp8_format=fk.E4M3)
+    with pytest.raises(fk.FormatError, match=r"format: got <Format\.E4M3: .*expected a number format: fp8kit\.E4M3 or"):
+        fk.quantize(np.ones(3, np.float32), Format.E4M3)

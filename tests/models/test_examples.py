@@ -47,6 +47,19 @@ def test_examples_are_numbered_documented_and_short():
         assert path.read_text().count("\n") <= LINES, path.name
 
 
+@pytest.mark.parametrize(("stem", "words", "said"), [
+    ("train_gpt", ["many"], "argument steps: many is not a positive number"), ("train_gpt", ["1", "2"], "unrecognized arguments: 2"),
+    ("kernel_lab", ["0"], "argument steps: 0 is not a positive number"),
+])  # fmt: skip
+def test_bad_arguments_are_one_line(stem, words, said, monkeypatch, capsys):
+    (path,) = (path for path in EXAMPLES if path.stem[3:] == stem)
+    monkeypatch.setattr(sys, "argv", [str(path), *words])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"{path.name}: error: {said}; {path.name} --help says more\n"
+
+
 def test_quantize(printed):
     rows = dict(re.findall(r"^(\w+) +error .* outliers ([\d.]+)$", printed("quantize"), re.MULTILINE))
     assert float(rows["tensor"]) > 0.9  # one scale loses what is beside the outliers

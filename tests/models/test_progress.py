@@ -55,6 +55,16 @@ def test_a_terminal_is_not_redrawn_too_often():
     assert 90 <= len(drawn) <= 110
 
 
+def test_what_the_first_step_is_at_is_said_and_gives_way():
+    bar = "\r[####....................] "
+    for stream, wanted in ((io.StringIO(), "FP8 9/50 compiles or loads\nFP8 10/50 loss 1.000\n"),
+                           (Terminal(), f"{bar}FP8 9/50 compiles or loads{bar}FP8 10/50 loss 1.000")):
+        progress = Progress("FP8", 50, "tokens", stream, Clock())
+        progress.begin(9, "compiles or loads")
+        progress.update(10, loss=1.0)
+        assert stream.getvalue().rstrip(" ") == wanted
+
+
 def test_rate_leaves_the_first_step_out():
     clock, stream = Clock(), io.StringIO()
     bar = Progress("x", 3, "tokens", stream, clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import numpy as np
@@ -36,6 +37,7 @@ def test_calls_of_a_step(kind, recipe, monkeypatch):
     for name in dir(Kernels):
         if not name.startswith("_") and not name.endswith("workspace"):
             monkeypatch.setattr(kernels, name, lambda *arguments, name=name: launched.append(name), raising=False)
+    gc.collect()  # what earlier tests left would be finalised within the step, and counted
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
     try:

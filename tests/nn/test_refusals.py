@@ -139,3 +139,21 @@ def test_a_step_that_refuses_a_gradient_is_none(device, kind):
             scaler.step(optimizer)
             scaler.update()
         assert state(0) == state(1)
+
+
+@pytest.mark.parametrize("recipe", [None, fk.recipe.DelayedScaling()], ids=["high", "fp8"])
+@pytest.mark.parametrize(("kind", "sizes"), {
+    nn.Linear: (4, 4), nn.LayerNormLinear: (4, 4), nn.LayerNormMLP: (4, 8), nn.LayerNorm: (4,), nn.RMSNorm: (4,)}.items(),
+    ids=lambda given: getattr(given, "__name__", ""))  # fmt: skip
+def test_an_input_unlike_the_parameters_is_what_is_named(kind, sizes, recipe):
+    layer = kind(*sizes, device="cpu")
+    x = tensor(np.ones((2, 4), np.float32), dtype="float16", device="cpu")
+    with fk.autocast(enabled=recipe is not None, recipe=recipe):
+        with pytest.raises(fk.FormatError, match=r": inp: got float16, expected float32 as the parameters$"):
+            layer(x)
+        name = next(iter(dict(layer.named_parameters())))  # one parameter alone is unlike: it is named itself
+        odd = getattr(layer, name)
+        setattr(layer, name, nn.Parameter(tensor(odd.numpy(), dtype="float16", device="cpu").view))
+        if len(list(layer.parameters())) > 1:
+            with pytest.raises(fk.FormatError, match=rf": {name}: got float16, expected float32$"):
+                layer(x.numpy().astype(np.float32))

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -48,8 +49,9 @@ def _use_tbb() -> None:
     raise BackendError(f"reference: the TBB library is missing (pip install tbb): {'; '.join(problems)}")
 
 
-def _cache() -> None:
-    """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own.
+def _cache() -> bool:
+    """Keep compiled code in fp8kit's cache folder, unless the user gave Numba a folder of their own. Whether that can be written: where it
+    cannot, Numba would go on to folders of its own choice, the package's among them, and so nothing is kept at all.
 
     Numba looks at the file of the compiled function alone, not at those it calls into; so the folder's name is a digest of the engine.
     """
@@ -58,6 +60,12 @@ def _cache() -> None:
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
         numba.config.CACHE_DIR = str(settings.cache_dir() / "numba" / digest.hexdigest()[:16])
+    why = settings.unwritable(Path(numba.config.CACHE_DIR))
+    if why is not None:
+        logging.getLogger("fp8kit").warning(
+            "the cache folder %s cannot be written (%s): every process compiles the CPU engine's functions anew, and keeps nothing; "
+            "set FP8KIT_CACHE_DIR to a folder that can be written", numba.config.CACHE_DIR, why)  # fmt: skip
+    return why is None
 
 
 @overload
@@ -65,13 +73,14 @@ def njit(function: _Kernel, /) -> _Kernel: ...
 @overload
 def njit(**options: Any) -> Callable[[_Kernel], _Kernel]: ...
 def njit(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """``numba.njit`` as every file of this engine uses it: cached on disk, without the GIL, arithmetic as IEEE 754 says (no fast-math).
+    """``numba.njit`` as every file of this engine uses it: kept on disk where that can be, without the GIL, arithmetic as IEEE 754 says (no
+    fast-math).
 
     Used bare or with Numba's options: ``@njit``, ``@njit(parallel=True)``.
     """
-    decorate = numba.njit(cache=True, nogil=True, error_model="numpy", **options)
+    decorate = numba.njit(cache=_KEPT, nogil=True, error_model="numpy", **options)
     return decorate if function is None else decorate(function)
 
 
 _use_tbb()
-_cache()
+_KEPT = _cache()

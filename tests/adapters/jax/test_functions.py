@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fp8kit as fk
-from fp8kit.errors import AutogradError, Fp8kitError
+from fp8kit.errors import AutogradError, Fp8kitError, RecipeError
 from fp8kit.testing import assert_same_bits
 
 
@@ -260,8 +260,16 @@ def test_refusals_name_operation_and_argument():
         fj.layernorm(x, draw(1, 40))
     with pytest.raises(Fp8kitError, match=r"dense: kernel"):
         jax.jit(fj.dense)(x, draw(1, 41, 8))
-    with pytest.raises(Fp8kitError, match=r"linear: weight0: got bfloat16"):
+    with pytest.raises(Fp8kitError, match=r"dense: x: got float32, expected bfloat16 as kernel"):
         jax.jit(fj.dense)(x, draw(1, 40, 8).astype(jnp.bfloat16))
+    with pytest.raises(Fp8kitError, match=r"layernorm: x: got float16, expected float32 as gamma"):
+        fj.layernorm(x.astype(jnp.float16), draw(1, 40), draw(2, 40))
+    with pytest.raises(Fp8kitError, match=r"layernorm_mlp: x: got bfloat16, expected float32 as gamma"):
+        fj.layernorm_mlp(x.astype(jnp.bfloat16), draw(1, 40), draw(2, 40), (draw(3, 40, 1, 8), draw(4, 8, 40)))
+    with pytest.raises(Fp8kitError, match=r"linear: bias0: got bfloat16, expected float32"):  # the kernel is as the input
+        fj.dense(x, draw(1, 40, 8), draw(2, 8).astype(jnp.bfloat16))
+    with pytest.raises(RecipeError, match=r"autocast: recipe: got 'delayed', expected a Recipe"):
+        fj.autocast(enabled=True, recipe="delayed")
     with pytest.raises(Fp8kitError, match=r"dense: quantizer_set: got no slots"), fj.autocast(enabled=True):
         fj.dense(x, draw(1, 40, 8))
     with pytest.raises(Fp8kitError, match=r"softmax: mask: got shape \(3,\), expected one that broadcasts to \(4, 40\)"):

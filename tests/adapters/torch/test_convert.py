@@ -154,9 +154,23 @@ def test_filters_copies_devices_and_what_is_left_alone():
     replaced.forward = lambda x: x
     others.append(replaced)
     kinds = [type(m) for m in others.modules()]
-    assert [type(m) for m in convert(others).modules()] == kinds
+    with pytest.warns(UserWarning, match="ModuleList has no layer that was replaced"):
+        assert [type(m) for m in convert(others).modules()] == kinds
     with pytest.raises(Fp8kitError, match="model"):
         convert(nn.Linear(4, 4))
+
+
+def test_a_conversion_of_nothing_is_told():
+    """A warning where nothing was replaced; none for a model that is converted already."""
+    plain = nn.Sequential(nn.ReLU(), nn.Dropout(0.1))
+    with pytest.warns(UserWarning, match=r"^convert: model: Sequential has no layer that was replaced: it computes as before$") as found:
+        assert convert(plain) is plain
+    assert found[0].filename == __file__
+    some = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.warns(UserWarning, match=r"replaced; filter_fn left out 2 of its 2 modules: it computes as before$"):
+        convert(some, lambda module, name: False)
+    assert type(some[0]) is nn.Linear
+    assert type(convert(convert(some))[0]) is ConvertedLinear
 
 
 def test_hooks_and_modes_go_along():

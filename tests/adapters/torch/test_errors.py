@@ -149,3 +149,15 @@ def test_a_refused_first_step_makes_no_caches(wrong):
     expect = ft.DotProductAttention(H, D, qkv_format="bshd")(*layers)
     most = layers[2].abs().max().item()  # the probabilities and o are rounded to bfloat16
     torch.testing.assert_close(core(*layers, inference_params=params), expect, rtol=2.0**-7, atol=2.0**-7 * most)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_recipe_that_is_none_is_refused_within_a_compiled_function_too(fullgraph):
+    def run(x):
+        with ft.autocast(enabled=True, recipe="delayed"):
+            return layer(x)
+
+    layer = ft.Linear(4, 4, device="cpu")
+    for call in (run, torch.compile(run, backend="eager", fullgraph=fullgraph)):
+        with pytest.raises(Exception, match=r"autocast: recipe: .*expected a Recipe, such as recipe"):
+            call(torch.ones(2, 4))
