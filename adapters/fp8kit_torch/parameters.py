@@ -45,11 +45,16 @@ class Watched(torch.nn.Module):
 
     _changes = 0
     _unrecorded = False
+    _scripts: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if not name.startswith("_"):
             self.__dict__["_changes"] = self._changes + 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
+        return self.__dict__ | {"_scripts": None}
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)

@@ -8,7 +8,7 @@ from anywhere else makes no script, and hooks, other classes and wrappers' param
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,9 +24,11 @@ from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.memory import KINDS, place_of
-from fp8kit_torch.nodes import NO_STATE, Step, Watch, Wiring, watched
+from fp8kit_torch.nodes import NO_STATE, Step, Watch, watched
 
 _LIMIT = 16  # kinds of passes of a layer; beyond so many all are forgotten
+# parameters of a layer of several operations, beyond which the GPU's time is what counts, and gradients that are there early
+_LARGEST = 2**26
 _RNG = -1  # stands for the place of a tensor that is drawn anew
 _PLAIN = (Tensor, Parameter)
 _PLAIN_OPTIONS = (type(None), str, bool)
@@ -43,9 +45,25 @@ class Kind(NamedTuple):
     parameters: list[Parameter]
 
 
+def by_script(layer: Any, own: type, classes: tuple[type, ...], x: Any, options: Sequence[Any], plain: Callable[[], Any]) -> Any:
+    """``plain()``, a pass of ``layer``, a module of the class ``own``, on ``x`` alone, or the same by its script. ``classes``: of the
+    layer's parts; ``options``: the call's further arguments. Not within ``torch.compile``."""
+    kind = kind_of(layer, classes, x, options) if type(layer) is own else None
+    if kind is None:
+        return plain()
+    scripts = layer._scripts
+    if scripts is None:
+        scripts = layer._scripts = Scripts()
+    y = scripts.run(kind, x)
+    if y is None:
+        with scripts.watching(kind, x) as made:
+            y = plain()
+            made.append(y)
+    return y
+
+
 def kind_of(layer: Any, classes: tuple[type, ...], x: Any, options: Iterable[Any]) -> Kind | None:
-    """The kind of a pass of ``layer``, whose parts must be of ``classes``, on ``x`` alone; None for one that must go the plain way.
-    ``options``: the call's further arguments."""
+    """The kind of such a pass; None for one that must go the plain way."""
     if not torch.is_grad_enabled() or type(x) not in _PLAIN or not x.is_contiguous() or x.device.type not in KINDS:
         return None
     if torch._C._are_functorch_transforms_active() or _has_any_global_hook() or autocast_dtype(x) is not None:
@@ -60,33 +78,34 @@ def kind_of(layer: Any, classes: tuple[type, ...], x: Any, options: Iterable[Any
             return None
     if not recompute.idle():
         return None
-    key: list[Any] = [x.shape, x.dtype, x.device, x.requires_grad, *options, layer._changes]
+    key: list[Any] = [x.shape, x.dtype, x.device, x.requires_grad, *options]
     parts: list[Any] = []
     parameters: list[Parameter] = []
-    if not _look(layer, classes, key, parts, parameters):
+    if not _add(layer, classes, key, parts, parameters):
         return None
     return Kind(tuple(key), recipe, dispatch.kernels(place_of(x.device)), parts, parameters)
 
 
-def _look(module: Any, classes: tuple[type, ...], key: list[Any], parts: list[Any], parameters: list[Parameter]) -> bool:
-    """Add what ``module`` is made of. False where somebody else has a hand in it."""
-    for part in module._modules.values():
-        if part is None:
-            continue
-        hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        own = part.__dict__
-        if hooks or type(part) not in classes or "forward" in own or part._compiled_call_impl is not None or part._unrecorded:
+def _add(part: Any, classes: tuple[type, ...], key: list[Any], parts: list[Any], parameters: list[Parameter]) -> bool:
+    """Add a module, and what it is made of. False where somebody else has a hand in that."""
+    own = part.__dict__
+    if part._unrecorded:
+        return False
+    key += (id(part), own.get("_changes", 0))
+    parts.append(part)
+    for name in own.get("_inits", ()):
+        parameter = part._parameters.get(name)
+        if type(parameter) is not Parameter or not parameter.is_contiguous():
             return False
-        key += (id(part), own.get("_changes", 0))
-        parts.append(part)
-        for name in own.get("_inits", ()):
-            parameter = part._parameters.get(name)
-            if type(parameter) is not Parameter or not parameter.is_contiguous():
+        key += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape)
+        parameters.append(parameter)
+    for child in part._modules.values():
+        if child is not None:
+            hooks = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
+            if hooks or type(child) not in classes or "forward" in child.__dict__ or child._compiled_call_impl is not None:
                 return False
-            key += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape)
-            parameters.append(parameter)
-        if part._modules and not _look(part, classes, key, parts, parameters):
-            return False
+            if not _add(child, classes, key, parts, parameters):
+                return False
     return True
 
 
@@ -192,9 +211,9 @@ class Scripts:
         return script.run(x, kind.recipe) if script is not None and script.fits(kind) else None
 
     @contextmanager
-    def watching(self, kind: Kind, x: Tensor) -> Iterator[list[Tensor]]:
+    def watching(self, kind: Kind, x: Tensor) -> Iterator[list[Any]]:
         """Context manager around a pass the plain way, whose output is put into the list: afterwards there is a script for its like."""
-        made: list[Tensor] = []
+        made: list[Any] = []
         script = self.known.get(kind.key)
         if script is None and kind.key in self.known:
             yield made
@@ -206,7 +225,7 @@ class Scripts:
         self.known[kind.key] = _written(kind, watch, x, made[0])
 
 
-def _written(kind: Kind, watch: Watch, x: Tensor, y: Tensor) -> Script | None:
+def _written(kind: Kind, watch: Watch, x: Tensor, y: Any) -> Script | None:
     """The script of a pass that was watched; None where there can be none."""
     wired = {id(part._wired[2]): part for part in kind.parts if getattr(part, "_wired", None) is not None}
     places = {id(tensor): at for at, tensor in enumerate((x, *kind.parameters))}
@@ -224,7 +243,7 @@ def _written(kind: Kind, watch: Watch, x: Tensor, y: Tensor) -> Script | None:
         saved = len(step.ready.kept) + len(step.ready.saved_apart.apart) + bool(step.ready.saved_apart.parts)
         links.append(_Link(step, part, takes, sources, count, len(outputs), [], saved))  # type: ignore[arg-type]
         count += len(outputs)
-    if places.get(id(y), 0) <= len(kind.parameters):
+    if places.get(id(y), 0) <= len(kind.parameters) or (len(links) > 1 and sum(p.numel() for p in kind.parameters) > _LARGEST):
         return None
     output = places[id(y)]
     last = {output: len(links)} | {place: at for at, link in enumerate(links) for place in range(link.first, link.first + link.outputs)}
@@ -251,4 +270,4 @@ def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str
     return next(alike, None) if tensor.numel() else None
 
 
-__all__ = ["Kind", "Script", "Scripts", "Wiring", "kind_of"]
+__all__ = ["Kind", "Script", "Scripts", "by_script", "kind_of"]

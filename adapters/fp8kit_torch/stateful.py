@@ -117,7 +117,7 @@ class StatefulModule(ParameterModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
-        return self.__dict__ | {"_calls": {}, "_wired": None, "_fp8": None, "_weights": None}
+        return super().__getstate__() | {"_calls": {}, "_wired": None, "_fp8": None, "_weights": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

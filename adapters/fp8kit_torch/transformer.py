@@ -26,7 +26,7 @@ from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.parameters import Init, Watched
 from fp8kit_torch.plans import Stand
 from fp8kit_torch.reprs import described
-from fp8kit_torch.scripts import Scripts, kind_of
+from fp8kit_torch.scripts import by_script
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import as_view
 
@@ -68,8 +68,6 @@ class TransformerLayer(Watched):
       children.
     * ``seq_length``, ``micro_batch_size``: accepted; in Transformer Engine they are hints for a warm-up, and there is none here.
     """
-
-    _scripts: Scripts | None = None
 
     @on_behalf_of("TransformerLayer", eps="layernorm_epsilon", attn_mask_type="self_attn_mask_type", qkv_format="attn_input_format")
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,
@@ -153,15 +151,20 @@ class TransformerLayer(Watched):
           ``options``: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
           and ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see ``Linear``.
         """
-        op, kind = "TransformerLayer", None
-        if not torch.compiler.is_compiling() and checkpoint_core_attention is False:
-            alone = (attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal, encoder_output, enc_dec_attn_mask,
-                     enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal, is_first_microbatch, inference_params,
-                     rotary_pos_emb)
-            kind = None if options else kind_of(self, _PARTS, hidden_states, alone)
-            y = None if kind is None else self._known.run(kind, hidden_states)
-            if y is not None:
-                return y
+        given = (attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal, encoder_output, enc_dec_attn_mask,
+                 enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
+                 inference_params, rotary_pos_emb)
+        if options or torch.compiler.is_compiling():
+            return self._forward(hidden_states, *given, **options)
+        return by_script(self, TransformerLayer, _PARTS, hidden_states, given, lambda: self._forward(hidden_states, *given))  # type: ignore[no-any-return]
+
+    def _forward(self, hidden_states: Tensor, attention_mask: Any, self_attn_mask_type: str | None, window_size: tuple[int, int] | None,
+                 bottom_right_diagonal: bool | None, encoder_output: Tensor | None, enc_dec_attn_mask: Any,
+                 enc_dec_attn_mask_type: str | None, enc_dec_window_size: tuple[int, int] | None,
+                 enc_dec_bottom_right_diagonal: bool | None, is_first_microbatch: bool | None, checkpoint_core_attention: bool,
+                 inference_params: InferenceParams | None, rotary_pos_emb: Any, **options: Any) -> Tensor:
+        """``forward``, the plain way."""
+        op = "TransformerLayer"
         known_options(op, options)
         if not torch.compiler.is_compiling():
             check(op, CALLED, locals() | options)
@@ -191,11 +194,7 @@ class TransformerLayer(Watched):
             core_across = {"options": across, "ahead": beyond, "checkpoint_core": checkpoint_core_attention}
         core: dict[str, Any] = {"options": own, "ahead": ahead, "checkpoint_core": checkpoint_core_attention,
                                 "rotary_pos_emb": rotary_pos_emb}
-        if kind is None:
-            return self._layer(x, first, core, core_across, paths)
-        with self._known.watching(kind, x) as made:
-            made.append(self._layer(x, first, core, core_across, paths))
-        return made[0]
+        return self._layer(x, first, core, core_across, paths)
 
     def _layer(self, x: Tensor, first: bool | None, core: Mapping[str, Any], across: Mapping[str, Any], paths: Any) -> Tensor:
         """The layer's output. ``core``, ``across``: what ``MultiheadAttention.branch`` is told; ``paths``: see ``_join``."""
@@ -221,16 +220,6 @@ class TransformerLayer(Watched):
         out = mlp(a, first, part={"bias": late, **ask})
         y = self._join(out.y, mlp.fc2_bias if late == "deferred" else None, getattr(out, stream), paths)
         return y if self.layernorm is None else self.layernorm(y)
-
-    @property
-    def _known(self) -> Scripts:
-        if self._scripts is None:
-            self._scripts = Scripts()
-        return self._scripts
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What ``copy.deepcopy`` and ``torch.save`` take: what is derived from the rest is made anew."""
-        return self.__dict__ | {"_scripts": None}
 
     def _late_bias(self, branch: MultiheadAttention | LayerNormMLP, last: Linear | LayerNormMLP) -> str:
         """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its gradient), but not where the

@@ -67,7 +67,7 @@ def model(seed=0, dtype=torch.float32):
 
 
 def bits(t):
-    return t.detach().float().numpy()
+    return t.detach().float().cpu().numpy()
 
 
 def test_parameters_are_the_same_objects_and_come_back_bit_for_bit():
