@@ -41,7 +41,8 @@ def normal_init(tensor: Tensor) -> None:
 
 
 class Watched(torch.nn.Module):
-    """A module that counts how often it was changed from without: attributes set, parts put in, ``train`` and ``eval`` (``scripts``)."""
+    """A module that counts how often it was changed from without: attributes set, parts put in (``scripts``). Its mode, which some loops
+    set before every pass, and its parameters, which ``fully_shard`` sets so often, are looked at themselves."""
 
     _changes = 0
     _unrecorded = False
@@ -49,7 +50,7 @@ class Watched(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if not name.startswith("_"):
+        if name != "training" and not name.startswith("_") and name not in self.__dict__.get("_parameters", ()):
             self.__dict__["_changes"] = self._changes + 1
 
     def __getstate__(self) -> dict[str, Any]:

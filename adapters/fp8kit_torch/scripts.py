@@ -8,12 +8,14 @@ from anywhere else makes no script, and hooks, other classes and wrappers' param
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -26,17 +28,21 @@ from fp8kit_torch.draws import next_rng
 from fp8kit_torch.memory import KINDS, place_of
 from fp8kit_torch.nodes import NO_STATE, Step, Watch, watched
 
+Classes = Mapping[type, Callable[..., Any]]
+
 _LIMIT = 16  # kinds of passes of a layer; beyond so many all are forgotten
 # parameters of a layer of several operations, beyond which the GPU's time is what counts, and gradients that are there early
 _LARGEST = 2**26
 _RNG = -1  # stands for the place of a tensor that is drawn anew
 _PLAIN = (Tensor, Parameter)
 _PLAIN_OPTIONS = (type(None), str, bool)
+_runs = torch._C._will_engine_execute_node
 
 
 class Kind(NamedTuple):
-    """What a pass depends on. ``key``: what is compared by value: the input's form, the options, of each part its identity and how often
-    it was changed, of each parameter its identity and form. The others are compared as what they are."""
+    """What a pass depends on. ``key``: what is compared by value: the input's form, the options, of each part who it is, without holding
+    it, its mode and how often it was changed, of each parameter its form. ``parameters``: each another one. A script takes a pass's own
+    parts and parameters by their places here, and holds none of them."""
 
     key: tuple[Any, ...]
     recipe: Recipe | None  # None in high precision
@@ -45,9 +51,9 @@ class Kind(NamedTuple):
     parameters: list[Parameter]
 
 
-def by_script(layer: Any, own: type, classes: tuple[type, ...], x: Any, options: Sequence[Any], plain: Callable[[], Any]) -> Any:
+def by_script(layer: Any, own: type, classes: Classes, x: Any, options: Sequence[Any], plain: Callable[[], Any]) -> Any:
     """``plain()``, a pass of ``layer``, a module of the class ``own``, on ``x`` alone, or the same by its script. ``classes``: of the
-    layer's parts; ``options``: the call's further arguments. Not within ``torch.compile``."""
+    layer's parts, and their ``forward``; ``options``: the call's further arguments. Not within ``torch.compile``."""
     kind = kind_of(layer, classes, x, options) if type(layer) is own else None
     if kind is None:
         return plain()
@@ -62,11 +68,13 @@ def by_script(layer: Any, own: type, classes: tuple[type, ...], x: Any, options:
     return y
 
 
-def kind_of(layer: Any, classes: tuple[type, ...], x: Any, options: Iterable[Any]) -> Kind | None:
+def kind_of(layer: Any, classes: Classes, x: Any, options: Iterable[Any]) -> Kind | None:
     """The kind of such a pass; None for one that must go the plain way."""
-    if not torch.is_grad_enabled() or type(x) not in _PLAIN or not x.is_contiguous() or x.device.type not in KINDS:
+    if not torch.is_grad_enabled() or type(x) not in _PLAIN or x.layout is not torch.strided or not x.is_contiguous():
         return None
-    if torch._C._are_functorch_transforms_active() or _has_any_global_hook() or autocast_dtype(x) is not None:
+    if x.device.type not in KINDS or _has_any_global_hook() or autocast_dtype(x) is not None:
+        return None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
     if any(type(value) not in _PLAIN_OPTIONS for value in options):
         return None
@@ -81,28 +89,31 @@ def kind_of(layer: Any, classes: tuple[type, ...], x: Any, options: Iterable[Any
     key: list[Any] = [x.shape, x.dtype, x.device, x.requires_grad, *options]
     parts: list[Any] = []
     parameters: list[Parameter] = []
-    if not _add(layer, classes, key, parts, parameters):
+    if not _add(layer, classes, key, parts, parameters) or len(set(map(id, parameters))) < len(parameters):
         return None
     return Kind(tuple(key), recipe, dispatch.kernels(place_of(x.device)), parts, parameters)
 
 
-def _add(part: Any, classes: tuple[type, ...], key: list[Any], parts: list[Any], parameters: list[Parameter]) -> bool:
+def _add(part: Any, classes: Classes, key: list[Any], parts: list[Any], parameters: list[Parameter]) -> bool:
     """Add a module, and what it is made of. False where somebody else has a hand in that."""
     own = part.__dict__
     if part._unrecorded:
         return False
-    key += (id(part), own.get("_changes", 0))
+    key += (weakref.ref(part), part.training, own.get("_changes", 0))
     parts.append(part)
     for name in own.get("_inits", ()):
         parameter = part._parameters.get(name)
         if type(parameter) is not Parameter or not parameter.is_contiguous():
             return False
-        key += (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape)
+        key += (parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape)
         parameters.append(parameter)
     for child in part._modules.values():
         if child is not None:
             hooks = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
-            if hooks or type(child) not in classes or "forward" in child.__dict__ or child._compiled_call_impl is not None:
+            own_class = type(child)
+            if hooks or own_class not in classes or classes[own_class] is not own_class.forward:
+                return False
+            if "forward" in child.__dict__ or child._compiled_call_impl is not None:
                 return False
             if not _add(child, classes, key, parts, parameters):
                 return False
@@ -112,13 +123,13 @@ def _add(part: Any, classes: tuple[type, ...], key: list[Any], parts: list[Any],
 class _Link(NamedTuple):
     """A step of a script. Values have places: 0 is x's, then come the parameters', then those of what is made, in order.
 
-    ``part``: whose FP8 state the step uses. ``takes``: places of its inputs. ``sources``: of each wanted gradient, the place of what it is
-    the gradient of. ``first``: the first place of its outputs. ``done``: places that nobody needs any more after it. ``saved``: how many
-    tensors it saves.
+    ``part``: the place of the part whose FP8 state the step uses, None without one. ``takes``: places of its inputs. ``sources``: of each
+    wanted gradient, the place of what it is the gradient of. ``first``: the first place of its outputs. ``done``: places that nobody needs
+    any more after it. ``saved``: how many tensors it saves.
     """
 
     step: Step
-    part: Any
+    part: int | None
     takes: list[int]
     sources: list[int]
     first: int
@@ -128,26 +139,26 @@ class _Link(NamedTuple):
 
 
 class Script:
-    """The operations of a pass, which gives the value at the place ``output``."""
+    """The operations of a pass by ``recipe`` with ``kernels``, which gives the value at the place ``output``."""
 
-    def __init__(self, kind: Kind, links: list[_Link], output: int, leaves: list[int]) -> None:
-        self.kind, self.links, self.output, self.leaves = kind, links, output, leaves
+    def __init__(self, recipe: Recipe | None, kernels: Any, links: list[_Link], output: int, leaves: list[int]) -> None:
+        self.recipe, self.kernels, self.links, self.output, self.leaves = recipe, kernels, links, output, leaves
 
     def fits(self, kind: Kind) -> bool:
         """Whether a pass of ``kind``, which has the same key, is one of these."""
-        own, other = self.kind.recipe, kind.recipe
-        if kind.kernels is not self.kind.kernels or not (own is other or own == other):
+        recipe: Any = kind.recipe
+        if kind.kernels is not self.kernels or not (self.recipe is recipe or self.recipe == recipe):
             return False
-        return all(link.part is None or link.part._wire(other, True) is link.step.wiring for link in self.links)
+        return all(link.part is None or kind.parts[link.part]._wire(recipe, True) is link.step.wiring for link in self.links)
 
-    def run(self, x: Tensor, recipe: Any) -> Tensor:
+    def run(self, kind: Kind, x: Tensor) -> Tensor:
         """The output for x, in the graph."""
-        values: list[Any] = [x, *self.kind.parameters]
+        values: list[Any] = [x, *kind.parameters]
         leaves = [values[at] for at in self.leaves]
         saved: list[Tensor] = []
         for step, part, takes, _, _, _, done, _ in self.links:
             if part is not None:
-                part.wiring(recipe, True, True, None)
+                kind.parts[part].wiring(kind.recipe, True, True, None)
             tensors = [next_rng(x.device) if at == _RNG else values[at] for at in takes]
             outputs, held = step.forward(tensors)
             saved += held
@@ -157,21 +168,32 @@ class Script:
                 values[at] = None
         return _Whole.apply(self, [values[self.output]], saved, *leaves)  # type: ignore[no-any-return]
 
-    def backward(self, saved: list[Tensor], grad: Tensor) -> list[Tensor | None]:
-        """The gradients of the leaves. ``saved``: what all steps saved, in order; emptied."""
+    def backward(self, saved: list[Tensor], grad: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the leaves, None of those that are not ``wanted``. ``saved``: what all steps saved, in order; emptied."""
         grads: dict[int, Tensor | None] = {self.output: grad}
         del grad
-        for step, _, _, sources, first, outputs, _, count in reversed(self.links):
-            at = len(saved) - count
-            own = saved[at:]
-            del saved[at:]
+        needed = None if all(wanted) else self._needed(wanted)
+        for at, (step, _, _, sources, first, outputs, _, count) in reversed(list(enumerate(self.links))):
+            start = len(saved) - count
+            own = saved[start:]
+            del saved[start:]
             arrived = [grads.pop(place, None) for place in range(first, first + outputs)]
-            if any(g is not None for g in arrived):
+            if any(g is not None for g in arrived) and (needed is None or at in needed):
                 into = step.begin()
                 for source, found in zip(sources, step.backward(own, arrived, into), strict=True):
                     before = grads.get(source)
                     grads[source] = found if before is None or found is None else before + found
-        return [grads.get(place) for place in self.leaves]
+        return [grads.get(place) if asked else None for place, asked in zip(self.leaves, wanted, strict=True)]
+
+    def _needed(self, wanted: Sequence[bool]) -> set[int]:
+        """The links that lie between the output and the ``wanted`` leaves: autograd would go back through no others."""
+        towards = {place for place, asked in zip(self.leaves, wanted, strict=True) if asked}
+        needed = set()
+        for at, link in enumerate(self.links):
+            if not towards.isdisjoint(link.sources):
+                needed.add(at)
+                towards |= set(range(link.first, link.first + link.outputs))
+        return needed
 
 
 class _Whole(torch.autograd.Function):
@@ -191,9 +213,18 @@ class _Whole(torch.autograd.Function):
             return _whole_once(ctx, grad)  # type: ignore[no-any-return]
         if grad is None:
             return (None,) * (3 + len(ctx.script.leaves))
+        wanted = [_is_wanted(node) for node, _ in ctx.next_functions]
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept for another pass, from here on only ``saved`` holds them
-        return (None, None, None, *ctx.script.backward(saved, grad))
+        return (None, None, None, *ctx.script.backward(saved, grad, wanted))
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether the backward pass that runs goes on to that node of the graph, or gives its gradient."""
+    try:
+        return _runs(node)  # type: ignore[no-any-return]
+    except RuntimeError:  # torch answers nothing about a leaf that ``torch.autograd.grad`` gives the gradient of
+        return True
 
 
 _whole_once = torch.autograd.function.once_differentiable(_Whole.backward)
@@ -208,7 +239,7 @@ class Scripts:
     def run(self, kind: Kind, x: Tensor) -> Tensor | None:
         """A pass of that kind by its script; None where there is none."""
         script = self.known.get(kind.key)
-        return script.run(x, kind.recipe) if script is not None and script.fits(kind) else None
+        return script.run(kind, x) if script is not None and script.fits(kind) else None
 
     @contextmanager
     def watching(self, kind: Kind, x: Tensor) -> Iterator[list[Any]]:
@@ -227,9 +258,9 @@ class Scripts:
 
 def _written(kind: Kind, watch: Watch, x: Tensor, y: Any) -> Script | None:
     """The script of a pass that was watched; None where there can be none."""
-    wired = {id(part._wired[2]): part for part in kind.parts if getattr(part, "_wired", None) is not None}
+    wired = {id(part._wired[2]): at for at, part in enumerate(kind.parts) if getattr(part, "_wired", None) is not None}
     places = {id(tensor): at for at, tensor in enumerate((x, *kind.parameters))}
-    count = len(places)
+    count = 1 + len(kind.parameters)
     links: list[_Link] = []
     for step, tensors, outputs in watch.seen:
         named = zip(step.ready.inputs, tensors, strict=True)
@@ -252,12 +283,12 @@ def _written(kind: Kind, watch: Watch, x: Tensor, y: Any) -> Script | None:
         if place > len(kind.parameters) and place != output:
             links[at].done.append(place)
     leaves = sorted({source for link in links for source in link.sources if source <= len(kind.parameters)})
-    return Script(kind, links, output, leaves)
+    return Script(kind.recipe, kind.kernels, links, output, leaves)
 
 
 def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str, tensor: Tensor) -> int | None:
-    """Where an input of a step comes from: None for elsewhere. A parameter may come without its history, as a bias that another step makes
-    the gradient of."""
+    """Where an input of a step comes from: None for elsewhere, or where two parameters lie. A parameter may come without its history, as a
+    bias that another step makes the gradient of."""
     place = places.get(id(tensor))
     if place is not None:
         return place
@@ -265,9 +296,9 @@ def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str
         return _RNG
     if tensor.requires_grad:
         return None
-    alike = (at for at, p in enumerate(parameters, 1)
-             if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape and p.dtype == tensor.dtype)  # fmt: skip
-    return next(alike, None) if tensor.numel() else None
+    alike = [at for at, p in enumerate(parameters, 1)
+             if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape and p.dtype == tensor.dtype]  # fmt: skip
+    return alike[0] if len(alike) == 1 and tensor.numel() else None
 
 
 __all__ = ["Kind", "Script", "Scripts", "by_script", "kind_of"]

@@ -39,8 +39,9 @@ _ACROSS = {"attn_mask_type": "enc_dec_attn_mask_type", "window_size": "enc_dec_w
 _STREAMS = {False: ("residual", {"residual": True}), True: ("normed", {"return_norm": True})}
 
 
-# what a layer with scripts is made of
-_PARTS = (MultiheadAttention, DotProductAttention, LayerNormLinear, Linear, LayerNormMLP, LayerNorm, RMSNorm, L2Normalization)
+# what a layer with scripts is made of, with nobody's ``forward`` in place of their own
+_PARTS = {part: part.forward for part in (MultiheadAttention, DotProductAttention, LayerNormLinear, Linear, LayerNormMLP, LayerNorm,
+                                          RMSNorm, L2Normalization)}  # fmt: skip
 
 
 class TransformerLayer(Watched):
@@ -154,7 +155,7 @@ class TransformerLayer(Watched):
         given = (attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal, encoder_output, enc_dec_attn_mask,
                  enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
                  inference_params, rotary_pos_emb)
-        if options or torch.compiler.is_compiling():
+        if options or checkpoint_core_attention or torch.compiler.is_compiling():  # a script would keep what is not to be kept
             return self._forward(hidden_states, *given, **options)
         return by_script(self, TransformerLayer, _PARTS, hidden_states, given, lambda: self._forward(hidden_states, *given))  # type: ignore[no-any-return]
 

@@ -168,8 +168,80 @@ def test_other_recipes_policies_and_modes_are_other_passes(ran):
     assert len(ran) == before
 
 
-@pytest.mark.parametrize("hooked", ["part", "part's backward", "every module", "forward"])
-def test_nobody_who_looks_on_is_passed_by(hooked, ran):
+def test_a_mode_and_parameters_that_are_set_before_every_pass_are_no_other_layer(ran):
+    ours = layer(hidden_dropout=0.1)
+    other = plain(ours)
+    for seed in range(6):
+        for module in (ours, other):
+            module.train(seed % 3 < 2)
+            proj = module.self_attention.proj
+            proj.weight = nn.Parameter(proj.weight.detach() * 1.5)  # as ``fully_shard`` and offloading do
+        alike(ours, other, RECIPES["delayed"], seed=seed)
+    assert len(ran) == 4
+
+
+@pytest.mark.parametrize("one", ["parameter", "part", "memory"])
+def test_parameters_that_are_one(one):
+    ours = layer(qk_norm_type="RMSNorm")
+    attention = ours.self_attention
+    if one == "parameter":
+        attention.k_norm.weight = attention.q_norm.weight
+    elif one == "part":
+        attention.k_norm = attention.q_norm
+    else:
+        attention.proj.bias.data = ours.layernorm_mlp.fc2_bias.data
+    other = plain(ours)
+    for seed in range(3):
+        alike(ours, other, None, seed=seed)
+    for module in (ours, other):
+        module.self_attention.proj.bias.data = module.self_attention.proj.bias.data * 3  # for itself
+    alike(ours, other, None)
+
+
+def test_what_backward_does_not_want_is_not_gone_through(ran):
+    ours = layer()
+    other, x = plain(ours), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16)
+    for _ in range(2):
+        alike(ours, other, RECIPES["delayed"])
+    for names in (["layernorm_mlp.fc2_weight"], ["self_attention.proj.weight", "layernorm_mlp.fc1_bias"], []):
+        found = []
+        for module in (ours, other):
+            leaf = x.clone().requires_grad_()
+            with ft.autocast(recipe=RECIPES["delayed"]):
+                y = module(leaf * 1)
+            found.append(torch.autograd.grad(y, [module.get_parameter(name) for name in names] or [leaf], x * 3))
+        for own, wanted in zip(*found, strict=True):
+            same(own, wanted, names)
+        alike(ours, other, RECIPES["delayed"])  # the states too: of what was not gone through no amaxes came
+    assert len(ran) == 7
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning", "ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_forward_mode_is_refused_as_ever(ran):
+    ours, x = layer(), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16)
+    for _ in range(2):
+        ours(x).sum().backward()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        ours(torch.autograd.forward_ad.make_dual(x, x))
+    with pytest.raises(Fp8kitError, match="expected a dense tensor"):
+        ours(x[:, 0].to_sparse_csr())
+    assert len(ran) == 1
+
+
+def test_a_core_attention_that_is_checkpointed_keeps_nothing(ran):
+    ours, sizes = layer(), []
+    x = torch.randn(64, 2, HIDDEN, dtype=torch.bfloat16)
+    for checkpointed in (True, True, False, False):
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, packed=packed: packed.append(t.nbytes) or t, lambda t: t):
+            ours(x, checkpoint_core_attention=checkpointed).sum().backward()
+        sizes.append(sum(packed))
+    assert sizes[1] <= sizes[0] < sizes[3]
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("hooked", ["part", "part's backward", "every module", "forward", "class"])
+def test_nobody_who_looks_on_is_passed_by(hooked, ran, monkeypatch):
     ours, x, seen = layer(), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16), []
     for _ in range(2):
         step(ours, x, None)
@@ -182,6 +254,9 @@ def test_nobody_who_looks_on_is_passed_by(hooked, ran):
         handle = proj.register_full_backward_hook(lambda *given: seen.append(1))
     elif hooked == "every module":
         handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: seen.append(1))
+    elif hooked == "class":
+        forward = ft.Linear.forward
+        monkeypatch.setattr(ft.Linear, "forward", lambda *given, **named: seen.append(1) or forward(*given, **named))
     else:
         forward = proj.forward
         proj.forward = lambda *given, **named: seen.append(1) or forward(*given, **named)
@@ -323,6 +398,27 @@ def test_what_nobody_needs_any_more_is_let_go_of(ran):
     (script,) = [script for script in ours._scripts.known.values() if script is ran[0]]
     places = {place for link in script.links for place in range(link.first, link.first + link.outputs)}
     assert {place for link in script.links for place in link.done} == places - {script.output}
+
+
+def test_scripts_hold_no_layer_and_no_parameters(ran):
+    ours, x = layer(), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16)
+    for _ in range(2):
+        step(ours, x, RECIPES["delayed"])
+    ours.load_state_dict({name: value.clone() for name, value in ours.state_dict().items()}, assign=True)
+    old = weakref.ref(ours.layernorm_mlp)
+    ours.layernorm_mlp = layer().layernorm_mlp
+    gc.collect()
+    gc.disable()
+    try:
+        assert old() is None
+        step(ours, x, RECIPES["delayed"])
+        step(ours, x, RECIPES["delayed"])
+        held = [weakref.ref(ours), *(weakref.ref(parameter) for parameter in ours.parameters())]
+        del ours
+        assert all(reference() is None for reference in held)
+    finally:
+        gc.enable()
+    assert len(ran) == 2
 
 
 def test_so_many_kinds_are_kept(ran):
