@@ -30,7 +30,7 @@ from fp8kit_torch.nodes import NO_STATE, Step, Watch, watched
 
 Classes = Mapping[type, Callable[..., Any]]
 
-_LIMIT = 16  # kinds of passes of a layer; beyond so many all are forgotten
+_LIMIT = 64  # kinds of passes of a layer, lengths of batches mostly; beyond so many all are forgotten
 # parameters of a layer of several operations, beyond which the GPU's time is what counts, and gradients that are there early
 _LARGEST = 2**26
 _RNG = -1  # stands for the place of a tensor that is drawn anew
