@@ -27,6 +27,7 @@ from fp8kit_torch.arguments import autocast_dtype
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.memory import KINDS, place_of
 from fp8kit_torch.nodes import NO_STATE, Step, Watch, watched
+from fp8kit_torch.torch_checkpoint import hook
 
 Classes = Mapping[type, Callable[..., Any]]
 
@@ -84,7 +85,7 @@ def kind_of(layer: Any, classes: Classes, x: Any, options: Iterable[Any]) -> Kin
             recipe = state.recipe
         elif state.calibrating:
             return None
-    if not recompute.idle():
+    if not recompute.idle() or hook() is not None:  # who moves what is saved elsewhere brings it back for one operation at a time
         return None
     key: list[Any] = [x.shape, x.dtype, x.device, x.requires_grad, *options]
     parts: list[Any] = []
