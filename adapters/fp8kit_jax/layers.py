@@ -51,18 +51,21 @@ def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,)
 
 def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None, norm_type: str = "layernorm",
                     zero_centered_gamma: bool = False, epsilon: float = 1e-6, quantizer_set: QuantizerSet | None = None,
-                    return_layernorm_output: bool = False, kernel_layout: str = "io") -> Any:
+                    return_layernorm_output: bool = False, kernel_layout: str = "io", return_residual: bool = False) -> Any:
     """y = norm(x) kernel + bias, in one operation.
 
     * ``x``: h (..., K); ``gamma``, ``beta``: h (K,), beta None with "rmsnorm"; ``kernel``: h (K, N) or (K, ...), further dimensions come
       out; ``bias``: h of kernel's shape without K, or None. ``norm_type``: "layernorm" or "rmsnorm".
     * ``kernel_layout``: "io", or "oi": kernel is (N, K), as PyTorch has it.
     * ``quantizer_set``: see ``dense``.
+    * ``return_residual``: x itself comes back too, for a residual connection to start at: its gradient is then added to x's within the
+      norm's kernel, in float32 and without a pass of its own.
 
-    Returns y, h (..., N), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
+    Returns y, h (..., N), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``). Raises ShapeError,
+    FormatError or RecipeError when it is traced.
     """
     op = "layernorm_dense"
-    return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
+    beside = _beside(op, return_layernorm_output, return_residual)
     x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
     found = settle(op, quantizer_set)
     _layout(op, kernel_layout)
@@ -71,19 +74,19 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
         raise ShapeError(expected(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions"))
     features = kernel.shape[1:] if io else kernel.shape[:-1]
     product = _product(kernel, kernel_layout, found, bias is not None)
-    spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, return_norm=return_layernorm_output)
+    spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, "residual" in beside, "normed" in beside)
     inputs = {"x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "weight0": kernel,
               "bias0": _shaped(op, "bias", bias, features)}
     flat, views = _flattened(product, features, (*x.shape[:-1], *features))
     out = apply(norm_linear, spec, inputs, found.slots(""), scaling_of(found), flat=flat, views=views)
     y = out["y"].reshape(*x.shape[:-1], *features)
-    return (y, out["normed"]) if return_layernorm_output else y
+    return (y, *(out[name] for name in beside)) if beside else y
 
 
 def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases: Sequence[Any] = (None, None), norm_type: str = "layernorm",
                   zero_centered_gamma: bool = False, epsilon: float = 1e-6, activation_type: Sequence[str] = ("gelu",),
                   quantizer_sets: Sequence[QuantizerSet | None] = (None, None), return_layernorm_output: bool = False,
-                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None) -> Any:
+                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None, return_residual: bool = False) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
     * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
@@ -91,10 +94,11 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
 
-    Returns y, h (..., H), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
+    Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``). Raises ShapeError,
+    FormatError or RecipeError when it is traced.
     """
     op = "layernorm_mlp"
-    return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
+    beside = _beside(op, return_layernorm_output, return_residual)
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -114,7 +118,7 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     fc1 = _product(k1, kernel_layout, first, b1 is not None, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2 is not None, "fc2_")
     norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
-    spec = NormMLPSpec(norm, fc1, fc2, act, return_norm=return_layernorm_output, activation_params=numbers)
+    spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers)
     wide = (parts, fc2.in_features)
     inputs = {
         "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": k1, "fc2_weight0": k2, "fc2_bias0": b2,
@@ -123,7 +127,14 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     flat, views = _flattened(fc1, wide, ())
     views = {name: shape for name, shape in views.items() if name != "y"} | {"h": (math.prod(x.shape[:-1]), *wide)}
     out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first), flat=flat, views=views)
-    return (out["y"], out["normed"]) if return_layernorm_output else out["y"]
+    return (out["y"], *(out[name] for name in beside)) if beside else out["y"]
+
+
+def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) -> tuple[str, ...]:
+    """The outputs that are asked for beside y, in the order in which they are returned."""
+    asked = {"normed": flag(operation, "return_layernorm_output", return_layernorm_output),
+             "residual": flag(operation, "return_residual", return_residual)}
+    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:

@@ -39,6 +39,12 @@ def _last_axis(module: Any) -> None:
         raise ShapeError(expected(type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension"))
 
 
+def returned(module: Any, y: Any, normed: Any, residual: Any) -> tuple[Any, ...]:
+    """What a module with a norm returns by its fields."""
+    found = y, normed if module.return_layernorm_output else None
+    return (*found, residual) if module.return_residual else found
+
+
 class LayerNorm(nn.Module):
     """norm(x) over the last dimension. Parameters ``scale`` and, of "layernorm", ``ln_bias``, in ``dtype``; x: h (..., N), returned alike.
 
@@ -115,7 +121,8 @@ class DenseGeneral(nn.Module):
 
 
 class LayerNormDenseGeneral(nn.Module):
-    """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else None).
+    """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
+    ``return_residual`` x itself as a third, for a residual connection to start at: see ``fp8kit_jax.layernorm_dense``.
 
     Parameters ``scale``, ``ln_bias``, ``kernel`` (K, features...), ``bias``. ``enable_layernorm=False`` leaves the norm out;
     ``depth_scaling`` divides y. ``layernorm_input_axes``, ``dot_input_axes``: logical axes of x and of norm(x); where rules put those
@@ -147,9 +154,10 @@ class LayerNormDenseGeneral(nn.Module):
     depth_scaling: float | None = None
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    return_residual: bool = False
 
     @nn.compact
-    def __call__(self, inputs: Any) -> tuple[Any, Any]:
+    def __call__(self, inputs: Any) -> tuple[Any, ...]:
         """``inputs``: h (..., K)."""
         check_fixed(self)
         _last_axis(self)
@@ -163,19 +171,22 @@ class LayerNormDenseGeneral(nn.Module):
         norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         wanted = self.return_layernorm_output or self.enable_low_rank_adaptation
         if self.enable_layernorm and not constrains(self.dot_input_axes):
-            y = functions.layernorm_dense(inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted)
-            y, normed = y if wanted else (y, None)
+            y, *beside, residual = functions.layernorm_dense(
+                inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted, return_residual=True)
+            normed = beside[0] if wanted else None
         else:
+            residual = inputs
             normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
             normed = constrained(normed, self.dot_input_axes)
             y = functions.dense(normed, kernel, bias, quantizer_set=quantizer_set(self))
         y = adapted(self, y, normed, (inputs.ndim - 1,), features)
         y = y if self.depth_scaling is None else y / jnp.asarray(self.depth_scaling, kind)
-        return y, normed if self.return_layernorm_output else None
+        return returned(self, y, normed, residual)
 
 
 class LayerNormMLP(nn.Module):
-    """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None).
+    """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
+    ``return_residual`` x itself as a third, as ``LayerNormDenseGeneral``.
 
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), with
     a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and
@@ -218,9 +229,10 @@ class LayerNormMLP(nn.Module):
     ffn2_ckpt_name: str = "ffn2"
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    return_residual: bool = False
 
     @nn.compact
-    def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, Any]:
+    def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
         _last_axis(self)
@@ -240,13 +252,14 @@ class LayerNormMLP(nn.Module):
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
         apart = rate or self.enable_low_rank_adaptation or constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
         if self.enable_layernorm and not apart:
-            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params)
-            y = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
-            y, normed = y if self.return_layernorm_output else (y, None)
-            return checkpoint_name(y, self.ffn2_ckpt_name), normed
+            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params, True)
+            y, *beside, residual = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
+            return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), beside[0] if beside else None, residual)
         if self.enable_layernorm and not constrains(self.dot_1_input_axes):
-            h, normed = functions.layernorm_dense(inputs, wi, scale, ln_bias, bi, *norm, sets[0], True)
+            h, normed, residual = functions.layernorm_dense(
+                inputs, wi, scale, ln_bias, bi, *norm, sets[0], return_layernorm_output=True, return_residual=True)
         else:
+            residual = inputs
             normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
             normed = constrained(normed, self.dot_1_input_axes)
             h = functions.dense(normed, wi, bi, quantizer_set=sets[0])
@@ -256,4 +269,4 @@ class LayerNormMLP(nn.Module):
             act = dropped(act, rate, self.make_rng(self.intermediate_dropout_rng_name), tuple(self.intermediate_hidden_dropout_dims))
         act = constrained(act, self.dot_2_input_axes)
         y = adapted(self, functions.dense(act, wo, bo, quantizer_set=sets[1]), act, (inputs.ndim - 1,), (hidden,), "wo_")
-        return checkpoint_name(y, self.ffn2_ckpt_name), normed if self.return_layernorm_output else None
+        return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual)

@@ -37,8 +37,8 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x: Any, **given: Any) -> Any:
         """``x``: h (b, s, H); ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention. Returns h like x."""
-        x = self._joined(self.attention(x, **given), x)
-        return self._joined(self.mlp(x), x)
+        x = self._joined(*self.attention(x, return_residual=True, **given))
+        return self._joined(*self.mlp(x, return_residual=True))
 
     def _joined(self, branch: Any, residual: Any) -> Any:
         (rate, key), (path, path_key) = self.dropout(), self.path()
