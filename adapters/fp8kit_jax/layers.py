@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fp8kit.arguments import flag, shown
@@ -29,24 +30,28 @@ Dims = tuple[Sequence[int], Sequence[int]]
 Shapes = dict[str, tuple[int, ...]]
 
 
-def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None) -> Any:
+def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None,
+          return_bias: bool = False) -> Any:
     """y = x kernel + bias.
 
     * ``x``: h (..., K); ``kernel``: h (K, N), x's dtype; ``bias``: h (N,) or None. h is float32, bfloat16 or float16.
     * ``contracting_dims``: which dimensions of x and of kernel are summed over, several each if need be; those that are left come out in
       order, x's first. The last of x, with the first of kernel or the second of a matrix (N, K), cost no transposition.
     * ``quantizer_set``: how to quantise; None is as the autocast in force says. Its gradient is the set after the step.
+    * ``return_bias``: the bias is not added but comes back, for ``dropout_add`` to add in its pass. Its gradient is made here, from y's.
 
-    Returns h (..., N). Raises ShapeError, FormatError or RecipeError when it is traced.
+    Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
+    later = flag("dense", "return_bias", return_bias)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = settle("dense", quantizer_set)
     features = shape[matrix.ndim - 1 :] or (1,)
-    product = _product(weight, layout, found, bias is not None)
+    product = _product(weight, layout, found, bias, later=later)
     inputs = {"x": matrix, "weight0": weight, "bias0": _shaped("dense", "bias", bias, features)}
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
-    return apply(linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views)["y"].reshape(shape)
+    y = apply(linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views)["y"].reshape(shape)
+    return (y, jax.lax.stop_gradient(inputs["bias0"])) if later else y
 
 
 def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None, norm_type: str = "layernorm",
@@ -73,7 +78,7 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     if kernel.ndim < 2:
         raise ShapeError(expected(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions"))
     features = kernel.shape[1:] if io else kernel.shape[:-1]
-    product = _product(kernel, kernel_layout, found, bias is not None)
+    product = _product(kernel, kernel_layout, found, bias)
     spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, "residual" in beside, "normed" in beside)
     inputs = {"x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "weight0": kernel,
               "bias0": _shaped(op, "bias", bias, features)}
@@ -86,18 +91,21 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
 def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases: Sequence[Any] = (None, None), norm_type: str = "layernorm",
                   zero_centered_gamma: bool = False, epsilon: float = 1e-6, activation_type: Sequence[str] = ("gelu",),
                   quantizer_sets: Sequence[QuantizerSet | None] = (None, None), return_layernorm_output: bool = False,
-                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None, return_residual: bool = False) -> Any:
+                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None, return_residual: bool = False,
+                  return_bias: bool = False) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
     * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
     * ``activation_type``, ``activation_params``: see ``activation``.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
-    * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
+    * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``: bias2 is not added, as in
+      ``dense``. The rest: as ``layernorm_dense``.
 
-    Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``). Raises ShapeError,
-    FormatError or RecipeError when it is traced.
+    Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``, bias2 or None with
+    ``return_bias``). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_mlp"
+    later = flag(op, "return_bias", return_bias)
     beside = _beside(op, return_layernorm_output, return_residual)
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
@@ -107,6 +115,7 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(expected(op, "biases", "one", "two or none"))
+    b2 = None if b2 is None else as_array(op, "biases[1]", b2)
     _layout(op, kernel_layout)
     io, parts = kernel_layout == "io", len(activation_type)
     if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
@@ -115,8 +124,8 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     first, second = (settle(op, one) for one in quantizer_sets)
     if first.recipe != second.recipe:
         raise FormatError(expected(op, "quantizer_sets", "two recipes", "the same recipe for both"))
-    fc1 = _product(k1, kernel_layout, first, b1 is not None, "fc1_")
-    fc2 = _product(k2, kernel_layout, second, b2 is not None, "fc2_")
+    fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
+    fc2 = _product(k2, kernel_layout, second, b2, "fc2_", later)
     norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
     spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers)
     wide = (parts, fc2.in_features)
@@ -127,7 +136,8 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     flat, views = _flattened(fc1, wide, ())
     views = {name: shape for name, shape in views.items() if name != "y"} | {"h": (math.prod(x.shape[:-1]), *wide)}
     out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first), flat=flat, views=views)
-    return (out["y"], *(out[name] for name in beside)) if beside else out["y"]
+    more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if later else [])]
+    return (out["y"], *more) if more else out["y"]
 
 
 def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) -> tuple[str, ...]:
@@ -158,12 +168,13 @@ def _layout(operation: str, layout: str) -> None:
         raise FormatError(expected(operation, "kernel_layout", repr(layout), '"io" or "oi"'))
 
 
-def _product(weight: Any, layout: str, found: QuantizerSet, bias: bool, prefix: str = "") -> ProductSpec:
-    """The product of a kernel (K, ...) or, in layout "oi", (..., K)."""
+def _product(weight: Any, layout: str, found: QuantizerSet, bias: Any, prefix: str = "", later: bool = False) -> ProductSpec:
+    """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``later``: its bias is added by a later operation."""
     if weight.ndim < 2:
         raise ShapeError(expected("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions"))
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
-    return ProductSpec(k, (math.prod(features),), layout, "add" if bias else "none", fp8_of(found), prefix=prefix)
+    mode = "none" if bias is None else "deferred" if later else "add"
+    return ProductSpec(k, (math.prod(features),), layout, mode, fp8_of(found), prefix=prefix)
 
 
 def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:

@@ -114,7 +114,8 @@ class DotProductAttention(nn.Module):
 
 class MultiHeadAttention(nn.Module):
     """Projections, attention, output projection; returns (y, norm(inputs_q) where ``return_layernorm_output``, else None), and with
-    ``return_residual`` inputs_q itself as a third, as ``LayerNormDenseGeneral``.
+    ``return_residual`` inputs_q itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not
+    added, or None.
 
     Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or ``query``, ``key``, ``value``; the
     first holds the input's norm; ``DotProductAttention_0``; ``out``. Their parameters carry Transformer Engine's logical axes (see
@@ -168,6 +169,7 @@ class MultiHeadAttention(nn.Module):
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
     return_residual: bool = False
+    return_bias: bool = False
 
     @nn.compact
     def __call__(self, inputs_q: Any, inputs_kv: Any, mask: Any = None, bias: Any = None, *, decode: bool = False,
@@ -200,10 +202,10 @@ class MultiHeadAttention(nn.Module):
                 kernel_init=init(parts, True), return_layernorm_output=self.return_layernorm_output or (own and parts == 1), name=name,
                 return_residual=True, **NORM_AXES, **axes(parts), **shared, **lora.fields(self, "qkv_proj"))(inputs_q)  # fmt: skip
 
-        def plain(name: str, features: Any, x: Any, parts: int = 1) -> Any:
+        def plain(name: str, features: Any, x: Any, parts: int = 1, return_bias: bool = False) -> Any:
             adaptation = lora.fields(self, "output_proj" if name == "out" else "qkv_proj")
-            return DenseGeneral(features, kernel_init=init(parts, False), name=name, **axes(parts, name == "out"), **shared,
-                                **adaptation)(x)
+            return DenseGeneral(features, kernel_init=init(parts, False), name=name, return_bias=return_bias, **axes(parts, name == "out"),
+                                **shared, **adaptation)(x)
 
         # queries and keys go through something of their own
         apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
@@ -241,8 +243,8 @@ class MultiHeadAttention(nn.Module):
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
         o = core(*layers, *[None] * (3 - len(layers)), sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
-        y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1))
-        return returned(self, y, ln, residual)
+        y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1), return_bias=self.return_bias)
+        return returned(self, *((y[0], ln, residual, y[1]) if self.return_bias else (y, ln, residual)))
 
     def _stands(self, inputs_q: Any, inputs_kv: Any, apart: bool, packed: bool) -> list[Any]:
         """What stands for the layers that the core attention will be given. ShapeError for inputs that do not fit each other."""

@@ -39,10 +39,9 @@ def _last_axis(module: Any) -> None:
         raise ShapeError(expected(type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension"))
 
 
-def returned(module: Any, y: Any, normed: Any, residual: Any) -> tuple[Any, ...]:
-    """What a module with a norm returns by its fields."""
-    found = y, normed if module.return_layernorm_output else None
-    return (*found, residual) if module.return_residual else found
+def returned(module: Any, y: Any, normed: Any, residual: Any, *later: Any) -> tuple[Any, ...]:
+    """What a module with a norm returns by its fields; ``later``: a bias that is not added, where there is to be one."""
+    return (y, normed if module.return_layernorm_output else None, *([residual] if module.return_residual else []), *later)
 
 
 class LayerNorm(nn.Module):
@@ -78,6 +77,7 @@ class DenseGeneral(nn.Module):
       boxes (``flax.linen.unbox``); ``input_axes``: of the input.
     * ``enable_low_rank_adaptation``, ``low_rank_adaptation_dim``, ``low_rank_adaptation_alpha``: see ``lora.adapted``.
     * ``transpose_batch_sequence``: whether the sequence comes before the batch, which is the same here.
+    * ``return_bias``: the bias is not added, and (y, bias or None) comes back: see ``fp8kit_jax.dense``.
     * Variables of the collection "fp8_metas" with delayed scaling. Fields of ``common.FIXED`` have one value.
     """
 
@@ -95,10 +95,11 @@ class DenseGeneral(nn.Module):
     input_axes: Axes = ()
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    return_bias: bool = False
 
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
-        """``inputs``: h (..., K). Returns h (..., features)."""
+        """``inputs``: h (..., K). Returns h (..., features), with ``return_bias`` a pair."""
         check_fixed(self)
         inputs = constrained(inputs, self.input_axes)
         features = _features(self.features)
@@ -116,8 +117,10 @@ class DenseGeneral(nn.Module):
         bias = self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype) if self.use_bias else None
         bias = None if bias is None else jnp.asarray(bias, inputs.dtype)
         dims = (axis, tuple(range(len(axis))))
-        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self))
-        return adapted(self, y, inputs, axis, features)
+        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self), self.return_bias)
+        y, *later = y if self.return_bias else (y,)
+        y = adapted(self, y, inputs, axis, features)
+        return (y, *later) if self.return_bias else y
 
 
 class LayerNormDenseGeneral(nn.Module):
@@ -186,7 +189,7 @@ class LayerNormDenseGeneral(nn.Module):
 
 class LayerNormMLP(nn.Module):
     """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
-    ``return_residual`` x itself as a third, as ``LayerNormDenseGeneral``.
+    ``return_residual`` x itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which then is not added, or None.
 
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), with
     a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and
@@ -230,6 +233,7 @@ class LayerNormMLP(nn.Module):
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
     return_residual: bool = False
+    return_bias: bool = False
 
     @nn.compact
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
@@ -252,9 +256,10 @@ class LayerNormMLP(nn.Module):
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
         apart = rate or self.enable_low_rank_adaptation or constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
         if self.enable_layernorm and not apart:
-            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params, True)
-            y, *beside, residual = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
-            return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), beside[0] if beside else None, residual)
+            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params, True, self.return_bias)
+            y, *beside = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
+            normed = beside.pop(0) if self.return_layernorm_output else None
+            return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, *beside)
         if self.enable_layernorm and not constrains(self.dot_1_input_axes):
             h, normed, residual = functions.layernorm_dense(
                 inputs, wi, scale, ln_bias, bi, *norm, sets[0], return_layernorm_output=True, return_residual=True)
@@ -268,5 +273,7 @@ class LayerNormMLP(nn.Module):
         if rate:
             act = dropped(act, rate, self.make_rng(self.intermediate_dropout_rng_name), tuple(self.intermediate_hidden_dropout_dims))
         act = constrained(act, self.dot_2_input_axes)
-        y = adapted(self, functions.dense(act, wo, bo, quantizer_set=sets[1]), act, (inputs.ndim - 1,), (hidden,), "wo_")
-        return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual)
+        y = functions.dense(act, wo, bo, quantizer_set=sets[1], return_bias=self.return_bias)
+        y, *later = y if self.return_bias else (y,)
+        y = adapted(self, y, act, (inputs.ndim - 1,), (hidden,), "wo_")
+        return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *later)

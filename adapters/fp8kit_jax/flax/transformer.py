@@ -109,7 +109,7 @@ class TransformerLayer(nn.Module):
         mine = "self_attention" if decoder else "attention"
         bias = self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
         post = self.apply_residual_connection_post_layernorm
-        ask = {"return_layernorm_output": post, "return_residual": True}
+        ask = {"return_layernorm_output": post, "return_residual": True, "return_bias": True}
 
         def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any) -> Any:
             first = name == mine
@@ -119,8 +119,8 @@ class TransformerLayer(nn.Module):
                 window_size=self.window_size if first else None, name=name, **ask, **self._fields(_BOTH, _ATTENTION),
             )  # fmt: skip
             options = {"decode": decode and first, "sequence_descriptor": sequence_descriptor if first else None}
-            y, normed, residual = layer(x, kv, mask, bias, deterministic=deterministic, **options)
-            return joined(self, y, normed if post else residual, deterministic, self.drop_path if first else 0.0)
+            y, normed, residual, later = layer(x, kv, mask, bias, deterministic=deterministic, **options)
+            return joined(self, y, later, normed if post else residual, deterministic, self.drop_path if first else 0.0)
 
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
@@ -131,8 +131,8 @@ class TransformerLayer(nn.Module):
             intermediate_dropout_rate=self.intermediate_dropout, intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
             name="mlp", **ask, **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
         )  # fmt: skip
-        y, normed, residual = mlp(x, deterministic)
-        y = joined(self, y, normed if post else residual, deterministic, self.drop_path)
+        y, normed, residual, later = mlp(x, deterministic)
+        y = joined(self, y, later, normed if post else residual, deterministic, self.drop_path)
         if not self.output_layernorm:
             return y
         axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}

@@ -112,10 +112,12 @@ class MultiHeadAttention(nnx.Module):
         self.q_norm, self.k_norm = (
             LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype) if kind else None for _ in range(2))
 
-    def __call__(self, x: Any, encoded: Any = None, *, return_residual: bool = False, **given: Any) -> Any:
-        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), across. ``given``: as ``DotProductAttention``. Returns h like x, with
-        ``return_residual`` a pair, as ``LayerNormDenseGeneral``."""
+    def __call__(self, x: Any, encoded: Any = None, *, return_residual: bool = False, return_bias: bool = False,
+                 **given: Any) -> Any:
+        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), across. ``given``: as ``DotProductAttention``. Returns h like x, or a tuple
+        with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not added, or None."""
         return_residual = flag("MultiHeadAttention", "return_residual", return_residual)
+        return_bias = flag("MultiHeadAttention", "return_bias", return_bias)
         if (encoded is not None) != self.cross:
             wanted = "an array across" if self.cross else "None for self attention"
             raise ShapeError(expected("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted))
@@ -135,8 +137,10 @@ class MultiHeadAttention(nnx.Module):
                                                                                                strict=False))
             layers = [q, k, parts[2]]
         o = self.core(*layers, **given)
-        y = self.out(o.reshape(*o.shape[:-2], -1))
-        return (y, residual) if return_residual else y
+        y = self.out(o.reshape(*o.shape[:-2], -1), return_bias=return_bias)
+        y, *later = y if return_bias else (y,)
+        more = [*([residual] if return_residual else []), *later]
+        return (y, *more) if more else y
 
     def _rehearse(self, x: Any, source: Any, given: Mapping[str, Any]) -> None:
         """Refuse what does not fit before the projections run."""

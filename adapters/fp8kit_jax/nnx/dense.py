@@ -80,10 +80,10 @@ class DenseGeneral(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
         self.quantizers = _Quantizers()
 
-    def __call__(self, x: Any) -> Any:
-        """``x``: h (..., K). Returns h (..., features)."""
+    def __call__(self, x: Any, *, return_bias: bool = False) -> Any:
+        """``x``: h (..., K). Returns h (..., features), with ``return_bias`` a pair with the bias, which then is not added, or None."""
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
-        return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers())
+        return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers(), return_bias=return_bias)
 
 
 class LayerNormDenseGeneral(DenseGeneral):
@@ -128,10 +128,12 @@ class LayerNormMLP(nnx.Module):
         self.wo_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if use_bias else None
         self.quantizers_0, self.quantizers_1 = _Quantizers(), _Quantizers()
 
-    def __call__(self, x: Any, *, return_residual: bool = False) -> Any:
-        """``x``: h (..., H). Returns alike, with ``return_residual`` a pair, as ``LayerNormDenseGeneral``."""
+    def __call__(self, x: Any, *, return_residual: bool = False, return_bias: bool = False) -> Any:
+        """``x``: h (..., H). Returns alike, or a tuple with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which
+        then is not added, or None."""
         kernels = (self.wi_kernel[...].astype(x.dtype), self.wo_kernel[...].astype(x.dtype))
         biases = [None if b is None else b[...].astype(x.dtype) for b in (self.wi_bias, self.wo_bias)]
         sets = self.quantizers_0(), self.quantizers_1()
-        options = (*self.norm.options, self.activations, sets, False, "io", dict(self.activation_params or ()), return_residual)
-        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *options)
+        options = (*self.norm.options, self.activations, sets, False, "io", dict(self.activation_params or ()))
+        more = {"return_residual": return_residual, "return_bias": return_bias}
+        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *options, **more)
