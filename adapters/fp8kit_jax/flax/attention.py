@@ -244,7 +244,8 @@ class MultiHeadAttention(nn.Module):
         o = core(*layers, *[None] * (3 - len(layers)), sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
         y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1), return_bias=self.return_bias)
-        return returned(self, *((y[0], ln, residual, y[1]) if self.return_bias else (y, ln, residual)))
+        y, *later = y if self.return_bias else (y,)
+        return returned(self, y, ln, residual, *later)
 
     def _stands(self, inputs_q: Any, inputs_kv: Any, apart: bool, packed: bool) -> list[Any]:
         """What stands for the layers that the core attention will be given. ShapeError for inputs that do not fit each other."""

@@ -6,6 +6,7 @@ The bits of whole layers are those of ``fp8kit.nn``: ``test_same_layers``. Here:
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import fp8kit_jax as fj
 import jax
@@ -15,6 +16,7 @@ import pytest
 from flax import nnx
 from fp8kit_jax import flax as flax_modules
 from fp8kit_jax import nnx as nnx_modules
+from fp8kit_jax.flax.common import joined
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -164,6 +166,27 @@ def test_a_layer_leaves_xla_nothing_to_add_or_to_copy(bias):
         lowered = step.lower(variables, x, x)
         assert not re.findall(r"stablehlo\.add .*tensor<2x16x64x", lowered.as_text())
         assert not re.findall(r"= bf16\[2,16,64\]\S* copy\(", lowered.compile().as_text())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize(("dims", "path"), [((), 0.0), ((1,), 0.0), ((), 0.5), ((1,), 0.5)])
+def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
+    keys = iter(jax.random.split(KEY, 2))
+    module = SimpleNamespace(hidden_dropout=rate, hidden_dropout_dims=dims, dropout_rng_name="dropout", transpose_batch_sequence=False,
+                             make_rng=lambda name: next(keys))
+    x, bias, residual = draw(0, 16, 4, 8), draw(1, 8), draw(2, 16, 4, 8)
+    branch = np.asarray(joined(module, x, bias, residual, False, path) - residual)
+    whole = np.asarray(x + bias) / ((1 - rate) * (1 - path))
+    kept = np.abs(branch) > 2.0**-12 * np.abs(whole)
+    np.testing.assert_allclose(branch, kept * whole, rtol=0, atol=2.0**-20)
+    assert kept.all() == (rate == path == 0)
+    if dims:
+        assert (kept == kept[:, :1]).all()
+    if path:
+        samples = kept.any((1, 2))
+        assert samples.any()
+        assert not samples.all()
+    near(joined(module, x, bias, residual, True, path), x + bias + residual, BITS)
 
 
 @pytest.mark.parametrize("name", ["DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention"])
