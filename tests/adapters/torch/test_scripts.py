@@ -325,6 +325,14 @@ def test_what_nobody_needs_any_more_is_let_go_of(ran):
     assert {place for link in script.links for place in link.done} == places - {script.output}
 
 
+def test_a_variable_does_without(ran, monkeypatch):
+    monkeypatch.setenv("FP8KIT_REPLAYS", "0")
+    ours, x = layer(), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16)
+    for _ in range(3):
+        step(ours, x, RECIPES["delayed"])
+    assert not ran
+
+
 def test_so_many_kinds_are_kept(ran):
     ours = layer()
     for rows in range(1, 40):
