@@ -11,7 +11,6 @@ from fp8kit import arrays
 from fp8kit.bench.memory import Peak
 from fp8kit.bench.problem import Contender, Problem, Results, Running, errors, native_contenders, reference, verdict
 from fp8kit.bench.report import NO_TIME, Row, Setting, reason
-from fp8kit.bench.sizes import Layer
 from fp8kit.bench.skeleton import skeletons
 from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
 
@@ -83,11 +82,12 @@ def take_times(rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Sett
             rows[name]["host_us"] = seconds * 1e6
 
 
-def _settled(setting: Setting, layer: Layer) -> Setting:
-    """The setting for a layer whose time may be the host's. Contenders take turns in one allocator, and what it gives is the same again,
-    as in a training, only some calls after each change: more of them do not count, and more do."""
-    small = setting.device.kind == "cuda" and layer is not setting.sizes.large
-    return replace(setting, warmups=max(setting.warmups, 10), calls=max(setting.calls, 10)) if small else setting
+def _settled(setting: Setting) -> Setting:
+    """The setting for what may take the host's time. Contenders take turns in one allocator, and what it gives is the same again, as in a
+    training, only some calls after each change: more of them do not count, and more do."""
+    if setting.device.kind == "cpu":
+        return setting
+    return replace(setting, warmups=max(setting.warmups, 10), calls=max(setting.calls, 10))
 
 
 def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference,
@@ -97,7 +97,8 @@ def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Ca
     for workload, layer in setting.sizes.layers.items():
         problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
         extra: dict[str, Any] = skeletons(layer, setting) if layer is setting.sizes.large and setting.device.kind == "cuda" else {}
-        rows += measure(workload, problem, contenders(problem, workload), _settled(setting, layer), exact, extra, peak)
+        how = setting if layer is setting.sizes.large else _settled(setting)
+        rows += measure(workload, problem, contenders(problem, workload), how, exact, extra, peak)
     return rows
 
 
@@ -126,7 +127,8 @@ def host_part(setting: Setting, contenders: Contenders = native_only, exact: Cal
         if running is not None:
             kept.append(running)
             steps[name] = running.step
-    for name, seconds in host_seconds(steps, setting.device, 4 * setting.rounds, 4 * setting.calls).items():
+    how = _settled(setting)
+    for name, seconds in host_seconds(steps, how.device, 4 * how.rounds, 2 * how.calls, how.warmups).items():
         rows[name]["host_us"] = seconds * 1e6
     for row in rows.values():
         row.pop("peak_gib", None)
