@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fp8kit import arrays
@@ -82,14 +81,6 @@ def take_times(rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Sett
             rows[name]["host_us"] = seconds * 1e6
 
 
-def _settled(setting: Setting) -> Setting:
-    """The setting for what may take the host's time. Contenders take turns in one allocator, and what it gives is the same again, as in a
-    training, only some calls after each change: more of them do not count, and more do."""
-    if setting.device.kind == "cpu":
-        return setting
-    return replace(setting, warmups=max(setting.warmups, 10), calls=max(setting.calls, 10))
-
-
 def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference,
                peak: type[Peak] = Peak) -> list[Row]:
     """A TransformerLayer at every size, forward and backward; beside the largest the skeleton of the same run."""
@@ -97,7 +88,7 @@ def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Ca
     for workload, layer in setting.sizes.layers.items():
         problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
         extra: dict[str, Any] = skeletons(layer, setting) if layer is setting.sizes.large and setting.device.kind == "cuda" else {}
-        how = setting if layer is setting.sizes.large else _settled(setting)
+        how = setting if layer is setting.sizes.large else setting.settled()
         rows += measure(workload, problem, contenders(problem, workload), how, exact, extra, peak)
     return rows
 
@@ -127,7 +118,7 @@ def host_part(setting: Setting, contenders: Contenders = native_only, exact: Cal
         if running is not None:
             kept.append(running)
             steps[name] = running.step
-    how = _settled(setting)
+    how = setting.settled()
     for name, seconds in host_seconds(steps, how.device, 4 * how.rounds, 2 * how.calls, how.warmups).items():
         rows[name]["host_us"] = seconds * 1e6
     for row in rows.values():
