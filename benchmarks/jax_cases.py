@@ -67,14 +67,17 @@ def ours(heads: int, p: Parameters, sets: Any, x: Any) -> Any:
     first, mlp = ({name.rpartition(".")[2]: value for name, value in p.items() if part in name} for part in ("layernorm_qkv", "mlp"))
     *leading, hidden = x.shape
     weight = first["weight"].reshape(3, hidden, hidden)
-    qkv = fj.layernorm_dense(x, weight, first["layer_norm_weight"], first["layer_norm_bias"], first["bias"], epsilon=EPSILON,
-                             quantizer_set=sets[0], kernel_layout="oi")
+    qkv, x = fj.layernorm_dense(x, weight, first["layer_norm_weight"], first["layer_norm_bias"], first["bias"], epsilon=EPSILON,
+                                quantizer_set=sets[0], kernel_layout="oi", return_residual=True)
     o = fj.dot_product_attention(qkv.reshape(*leading, 3, heads, hidden // heads), attn_mask_type="causal")
-    out = fj.dense(o.reshape(*leading, hidden), p["self_attention.proj.weight"], None, ((-1,), (1,)), sets[1])
-    a = fj.dropout_add(out, x, p["self_attention.proj.bias"])
+    out, bias = fj.dense(o.reshape(*leading, hidden), p["self_attention.proj.weight"], p["self_attention.proj.bias"], ((-1,), (1,)),
+                         sets[1], return_bias=True)
+    a = fj.dropout_add(out, x, bias)
     kernels, biases = (mlp["fc1_weight"][None], mlp["fc2_weight"]), (mlp["fc1_bias"][None], mlp["fc2_bias"])
     norm = (mlp["layer_norm_weight"], mlp["layer_norm_bias"])
-    return a + fj.layernorm_mlp(a, *norm, kernels, biases, epsilon=EPSILON, quantizer_sets=sets[2:], kernel_layout="oi")
+    out, a, bias = fj.layernorm_mlp(a, *norm, kernels, biases, epsilon=EPSILON, quantizer_sets=sets[2:], kernel_layout="oi",
+                                    return_residual=True, return_bias=True)
+    return fj.dropout_add(out, a, bias)
 
 
 def plain(heads: int, attention: str, p: Parameters, x: Any) -> Any:

@@ -19,6 +19,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit_jax.program import Program
 
 RUNNING = ("cu_seqlens_q", "cu_seqlens_kv")  # running sums: whole on every device, which takes its window of them
+_BIASES = {"contraction": ("bias0",), "inner": ("fc2_bias0",)}  # kind of a cut -> the bias of a y that is a sum over the parts
 Places = tuple[tuple[str, int, int], ...]  # name, its dimension as JAX has it, its dimension as the operation has it
 
 
@@ -29,16 +30,19 @@ class Cut(NamedTuple):
     kind: str
     places: Places
 
-    @property
-    def once(self) -> tuple[str, ...]:
-        """Inputs that are added to a result that is a sum over the parts."""
-        return {"contraction": ("bias0",), "inner": ("fc2_bias0",)}.get(self.kind, ())
+    def once(self, program: Program) -> tuple[int, ...]:
+        """Which arguments join a result that is a sum over the parts: they count in one part only. Forward they are biases; backward they
+        are the cotangents of what ``norm_linear`` and ``norm_mlp`` return beside y, which join the gradient of x."""
+        if program.face == "forward":
+            return tuple(i for i, (name, _) in enumerate(program.arguments) if name in _BIASES.get(self.kind, ()))
+        start, beside = len(program.arguments) - len(program.cotangents), self.kind in ("features", "inner")
+        return tuple(start + i for i, name in enumerate(program.cotangents) if beside and name in ("normed", "residual"))
 
     def sums(self, face: str, result: str) -> bool:
         """Whether a result that is not cut is the sum of the parts' results; otherwise it is the same in all of them."""
         if face == "forward":
             return self.kind in ("contraction", "inner") and result == "y"
-        return face == "backward" and self.kind != "contraction" and result not in self.once
+        return face == "backward" and self.kind != "contraction" and result not in _BIASES.get(self.kind, ())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,7 +173,7 @@ def _cached(product: ProductSpec) -> bool:
 
 
 def _norm_linear(program: Program) -> list[Cut]:
-    return [] if _cached(program.spec.product) or program.spec.residual else [*_rows("x")(program), *_features(program)]
+    return [] if _cached(program.spec.product) else [*_rows("x")(program), *_features(program)]
 
 
 def _linear(program: Program) -> list[Cut]:
@@ -184,7 +188,7 @@ def _linear(program: Program) -> list[Cut]:
 
 def _norm_mlp(program: Program) -> list[Cut]:
     s = program.spec
-    if s.recompute or s.residual or _cached(s.fc1) or _cached(s.fc2):
+    if s.recompute or _cached(s.fc1) or _cached(s.fc2):
         return []
     io = int(s.fc1.layout == "io")
     inner = Cut("inner", (

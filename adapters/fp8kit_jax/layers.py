@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fp8kit.arguments import flag, shown
@@ -29,41 +30,48 @@ Dims = tuple[Sequence[int], Sequence[int]]
 Shapes = dict[str, tuple[int, ...]]
 
 
-def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None) -> Any:
+def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None,
+          return_bias: bool = False) -> Any:
     """y = x kernel + bias.
 
     * ``x``: h (..., K); ``kernel``: h (K, N), x's dtype; ``bias``: h (N,) or None. h is float32, bfloat16 or float16.
     * ``contracting_dims``: which dimensions of x and of kernel are summed over, several each if need be; those that are left come out in
       order, x's first. The last of x, with the first of kernel or the second of a matrix (N, K), cost no transposition.
     * ``quantizer_set``: how to quantise; None is as the autocast in force says. Its gradient is the set after the step.
+    * ``return_bias``: the bias is not added but comes back, for ``dropout_add`` to add in its pass. Its gradient is made here, from y's.
 
-    Returns h (..., N). Raises ShapeError, FormatError or RecipeError when it is traced.
+    Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
+    later = flag("dense", "return_bias", return_bias)
     want_alike("dense", x, kernel=kernel, bias=bias)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = settle("dense", quantizer_set)
     features = shape[matrix.ndim - 1 :] or (1,)
-    product = _product(weight, layout, found, bias is not None)
+    product = _product(weight, layout, found, bias, later=later)
     inputs = {"x": matrix, "weight0": weight, "bias0": _shaped("dense", "bias", bias, features)}
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
-    return apply(linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views)["y"].reshape(shape)
+    y = apply(linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views)["y"].reshape(shape)
+    return (y, jax.lax.stop_gradient(inputs["bias0"])) if later else y
 
 
 def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None, norm_type: str = "layernorm",
                     zero_centered_gamma: bool = False, epsilon: float = 1e-6, quantizer_set: QuantizerSet | None = None,
-                    return_layernorm_output: bool = False, kernel_layout: str = "io") -> Any:
+                    return_layernorm_output: bool = False, kernel_layout: str = "io", return_residual: bool = False) -> Any:
     """y = norm(x) kernel + bias, in one operation.
 
     * ``x``: h (..., K); ``gamma``, ``beta``: h (K,), beta None with "rmsnorm"; ``kernel``: h (K, N) or (K, ...), further dimensions come
       out; ``bias``: h of kernel's shape without K, or None. ``norm_type``: "layernorm" or "rmsnorm".
     * ``kernel_layout``: "io", or "oi": kernel is (N, K), as PyTorch has it.
     * ``quantizer_set``: see ``dense``.
+    * ``return_residual``: x itself comes back too, for a residual connection to start at: its gradient is then added to x's within the
+      norm's kernel, in float32 and without a pass of its own.
 
-    Returns y, h (..., N), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
+    Returns y, h (..., N), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``). Raises ShapeError,
+    FormatError or RecipeError when it is traced.
     """
     op = "layernorm_dense"
-    return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
+    beside = _beside(op, return_layernorm_output, return_residual)
     x, kernel = as_array(op, "x", x), as_array(op, "kernel", kernel)
     want_alike(op, x, kernel=kernel, gamma=gamma, beta=beta, bias=bias)
     found = settle(op, quantizer_set)
@@ -72,31 +80,35 @@ def layernorm_dense(x: Any, kernel: Any, gamma: Any, beta: Any, bias: Any = None
     if kernel.ndim < 2:
         raise ShapeError(expected(op, "kernel", f"shape {kernel.shape}", "at least 2 dimensions"))
     features = kernel.shape[1:] if io else kernel.shape[:-1]
-    product = _product(kernel, kernel_layout, found, bias is not None)
-    spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, return_norm=return_layernorm_output)
+    product = _product(kernel, kernel_layout, found, bias)
+    spec = NormLinearSpec(norm_spec(op, x, norm_type, epsilon, zero_centered_gamma), product, "residual" in beside, "normed" in beside)
     inputs = {"x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "weight0": kernel,
               "bias0": _shaped(op, "bias", bias, features)}
     flat, views = _flattened(product, features, (*x.shape[:-1], *features))
     out = apply(norm_linear, spec, inputs, found.slots(""), scaling_of(found), flat=flat, views=views)
     y = out["y"].reshape(*x.shape[:-1], *features)
-    return (y, out["normed"]) if return_layernorm_output else y
+    return (y, *(out[name] for name in beside)) if beside else y
 
 
 def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases: Sequence[Any] = (None, None), norm_type: str = "layernorm",
                   zero_centered_gamma: bool = False, epsilon: float = 1e-6, activation_type: Sequence[str] = ("gelu",),
                   quantizer_sets: Sequence[QuantizerSet | None] = (None, None), return_layernorm_output: bool = False,
-                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None) -> Any:
+                  kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None, return_residual: bool = False,
+                  return_bias: bool = False) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
     * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
     * ``activation_type``, ``activation_params``: see ``activation``.
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
-    * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. The rest: as ``layernorm_dense``.
+    * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``: bias2 is not added, as in
+      ``dense``. The rest: as ``layernorm_dense``.
 
-    Returns y, h (..., H), with ``return_layernorm_output`` (y, norm(x)). Raises ShapeError, FormatError or RecipeError when it is traced.
+    Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``, bias2 or None with
+    ``return_bias``). Raises ShapeError, FormatError or RecipeError when it is traced.
     """
     op = "layernorm_mlp"
-    return_layernorm_output = flag(op, "return_layernorm_output", return_layernorm_output)
+    later = flag(op, "return_bias", return_bias)
+    beside = _beside(op, return_layernorm_output, return_residual)
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -107,6 +119,7 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     act, numbers = activation_of(op, activation_type, activation_params)
     if (b1 is None) != (b2 is None):
         raise ShapeError(expected(op, "biases", "one", "two or none"))
+    b2 = None if b2 is None else as_array(op, "biases[1]", b2)
     _layout(op, kernel_layout)
     io, parts = kernel_layout == "io", len(activation_type)
     if k1.ndim != 3 or k1.shape[1 if io else 0] != parts:
@@ -115,10 +128,10 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     first, second = (settle(op, one) for one in quantizer_sets)
     if first.recipe != second.recipe:
         raise FormatError(expected(op, "quantizer_sets", "two recipes", "the same recipe for both"))
-    fc1 = _product(k1, kernel_layout, first, b1 is not None, "fc1_")
-    fc2 = _product(k2, kernel_layout, second, b2 is not None, "fc2_")
+    fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
+    fc2 = _product(k2, kernel_layout, second, b2, "fc2_", later)
     norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
-    spec = NormMLPSpec(norm, fc1, fc2, act, return_norm=return_layernorm_output, activation_params=numbers)
+    spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers)
     wide = (parts, fc2.in_features)
     inputs = {
         "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": k1, "fc2_weight0": k2, "fc2_bias0": b2,
@@ -127,7 +140,15 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     flat, views = _flattened(fc1, wide, ())
     views = {name: shape for name, shape in views.items() if name != "y"} | {"h": (math.prod(x.shape[:-1]), *wide)}
     out = apply(norm_mlp, spec, inputs, first.slots("fc1_") | second.slots("fc2_"), scaling_of(first), flat=flat, views=views)
-    return (out["y"], out["normed"]) if return_layernorm_output else out["y"]
+    more = [*(out[name] for name in beside), *([jax.lax.stop_gradient(b2)] if later else [])]
+    return (out["y"], *more) if more else out["y"]
+
+
+def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) -> tuple[str, ...]:
+    """The outputs that are asked for beside y, in the order in which they are returned."""
+    asked = {"normed": flag(operation, "return_layernorm_output", return_layernorm_output),
+             "residual": flag(operation, "return_residual", return_residual)}
+    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:
@@ -151,12 +172,13 @@ def _layout(operation: str, layout: str) -> None:
         raise FormatError(expected(operation, "kernel_layout", repr(layout), '"io" or "oi"'))
 
 
-def _product(weight: Any, layout: str, found: QuantizerSet, bias: bool, prefix: str = "") -> ProductSpec:
-    """The product of a kernel (K, ...) or, in layout "oi", (..., K)."""
+def _product(weight: Any, layout: str, found: QuantizerSet, bias: Any, prefix: str = "", later: bool = False) -> ProductSpec:
+    """The product of a kernel (K, ...) or, in layout "oi", (..., K). ``later``: its bias is added by a later operation."""
     if weight.ndim < 2:
         raise ShapeError(expected("product", f"{prefix}kernel", f"shape {weight.shape}", "2 dimensions"))
     k, *features = weight.shape if layout == "io" else (weight.shape[-1], *weight.shape[:-1])
-    return ProductSpec(k, (math.prod(features),), layout, "add" if bias else "none", fp8_of(found), prefix=prefix)
+    mode = "none" if bias is None else "deferred" if later else "add"
+    return ProductSpec(k, (math.prod(features),), layout, mode, fp8_of(found), prefix=prefix)
 
 
 def _shaped(operation: str, name: str, bias: Any, shape: tuple[int, ...]) -> Any:

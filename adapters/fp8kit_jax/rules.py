@@ -171,7 +171,7 @@ def _run_backward(static: _Static, kept: _Kept, cotangents: Any) -> tuple[Any, A
         raise AutogradError(kept.how.refused)
     s = program.signature
     g = {name: None if isinstance(value, SymbolicZero) else value for name, value in cotangents.items()}
-    first = next(iter(g))
+    first = next(name for name, meta in s.outputs.items() if not meta.zero)  # backward wants this one's, zeros where it is not used
     if g[first] is None:
         g[first] = manual.zeros(cotangents[first].shape, cotangents[first].dtype, (arrays, state))
     found: Arrays = {}

@@ -169,10 +169,10 @@ def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence
     """One device's program, and what its results need of the other devices."""
     given = list(arrays)
     for one in chosen:
+        for i in one.cut.once(part):
+            given[i] = jnp.where(manual.first(one.axes), given[i], jnp.zeros_like(given[i]))
         for i, (name, meta) in enumerate(part.arguments):
-            if name in one.cut.once and part.face == "forward":  # summed with y: added on one device only
-                given[i] = jnp.where(manual.first(one.axes), given[i], jnp.zeros_like(given[i]))
-            elif name in RUNNING and given[i].shape != meta.shape:
+            if name in RUNNING and given[i].shape != meta.shape:
                 start = jax.lax.axis_index(one.axes) * (meta.shape[0] - 1)
                 window = jax.lax.dynamic_slice_in_dim(given[i], start, meta.shape[0])
                 given[i] = window - window[0]

@@ -88,7 +88,7 @@ def _stages(program: Program, face: str) -> tuple[Program, Program, Program]:
 
     fc1, fc2 = with_amaxes(s.fc1), with_amaxes(s.fc2)
     norms = {name: metas[name] for name in ("x", *s.norm.inputs())}
-    first = of("norm_linear", NormLinearSpec(s.norm, fc1, return_norm=s.return_norm),
+    first = of("norm_linear", NormLinearSpec(s.norm, fc1, s.residual, s.return_norm),
                norms | {name: metas.get(name) for name in ("fc1_weight0", "fc1_bias0")},
                above | (needs & {"fc1_weight0"}), "fc1_")
     act = of(biased_activation.name, BiasedActivationSpec(s.activation, s.fc1.out_features, s.activation_params),
@@ -130,6 +130,7 @@ def _backward(program: Program, have: Arrays, reduced: Callable[[Any], Any], bin
     if not first.needs:
         return found
     found["fc1_g_amax"] = reduced(between["amax"])
-    first = replace(first, late=("fc1_g_amax_in",), cotangents=tuple(name for name in ("y", "normed") if name == "y" or name in have))
+    beside = tuple(name for name in ("normed", "residual") if name in have)
+    first = replace(first, late=("fc1_g_amax_in",), cotangents=("y", *beside))
     lower = _bound(first, have | {"fc1_g_amax_in": found["fc1_g_amax"], "y": between["x"]}, bind)
     return lower | found

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.modules.module import _has_any_global_hook
 
+from fp8kit import settings
 from fp8kit.autocast import current
 from fp8kit.backends import dispatch
 from fp8kit.recipe import Recipe
@@ -55,12 +56,12 @@ class Kind(NamedTuple):
 def by_script(layer: Any, own: type, classes: Classes, x: Any, options: Sequence[Any], plain: Callable[[], Any]) -> Any:
     """``plain()``, a pass of ``layer``, a module of the class ``own``, on ``x`` alone, or the same by its script. ``classes``: of the
     layer's parts, and their ``forward``; ``options``: the call's further arguments. Not within ``torch.compile``."""
-    kind = kind_of(layer, classes, x, options) if type(layer) is own else None
+    scripts = layer._scripts
+    if scripts is None and settings.replays():
+        scripts = layer._scripts = Scripts()
+    kind = None if scripts is None or type(layer) is not own else kind_of(layer, classes, x, options)
     if kind is None:
         return plain()
-    scripts = layer._scripts
-    if scripts is None:
-        scripts = layer._scripts = Scripts()
     y = scripts.run(kind, x)
     if y is None:
         with scripts.watching(kind, x) as made:

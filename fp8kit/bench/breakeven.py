@@ -88,11 +88,12 @@ def _timed(steps: Mapping[str, Step], setting: Setting, seconds: float) -> dict[
     clock = clock_for(setting.device)
     found = interleaved(steps, clock, 1, 2, 1)
     arrays.synchronize(setting.device)
-    round_seconds = sum(sum(times) / len(times) for times in found.values()) * (setting.calls + setting.warmups)
-    rounds = min(setting.rounds, int(seconds / 2 / max(round_seconds, 1e-9)))
-    if rounds < 1:
-        return found
-    return interleaved(steps, clock, rounds, setting.calls, setting.warmups)
+    each = sum(sum(times) / len(times) for times in found.values())
+    for how in (setting.settled(), setting):
+        rounds = min(how.rounds, int(seconds / 2 / max(each * (how.calls + how.warmups), 1e-9)))
+        if rounds:
+            return interleaved(steps, clock, rounds, how.calls, how.warmups)
+    return found
 
 
 def compare(rows: list[Row]) -> None:

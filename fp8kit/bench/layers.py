@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fp8kit import arrays
 from fp8kit.bench.memory import Peak
 from fp8kit.bench.problem import Contender, Problem, Results, Running, errors, native_contenders, reference, verdict
 from fp8kit.bench.report import NO_TIME, Row, Setting, reason
-from fp8kit.bench.sizes import Layer
 from fp8kit.bench.skeleton import skeletons
 from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
 
@@ -83,13 +81,6 @@ def take_times(rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Sett
             rows[name]["host_us"] = seconds * 1e6
 
 
-def _settled(setting: Setting, layer: Layer) -> Setting:
-    """The setting for a layer whose time may be the host's. Contenders take turns in one allocator, and what it gives is the same again,
-    as in a training, only some calls after each change: more of them do not count, and more do."""
-    small = setting.device.kind == "cuda" and layer is not setting.sizes.large
-    return replace(setting, warmups=max(setting.warmups, 10), calls=max(setting.calls, 10)) if small else setting
-
-
 def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference,
                peak: type[Peak] = Peak) -> list[Row]:
     """A TransformerLayer at every size, forward and backward; beside the largest the skeleton of the same run."""
@@ -97,7 +88,8 @@ def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Ca
     for workload, layer in setting.sizes.layers.items():
         problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
         extra: dict[str, Any] = skeletons(layer, setting) if layer is setting.sizes.large and setting.device.kind == "cuda" else {}
-        rows += measure(workload, problem, contenders(problem, workload), _settled(setting, layer), exact, extra, peak)
+        how = setting if layer is setting.sizes.large else setting.settled()
+        rows += measure(workload, problem, contenders(problem, workload), how, exact, extra, peak)
     return rows
 
 
@@ -126,7 +118,8 @@ def host_part(setting: Setting, contenders: Contenders = native_only, exact: Cal
         if running is not None:
             kept.append(running)
             steps[name] = running.step
-    for name, seconds in host_seconds(steps, setting.device, 4 * setting.rounds, 4 * setting.calls).items():
+    how = setting.settled()
+    for name, seconds in host_seconds(steps, how.device, 4 * how.rounds, 2 * how.calls, how.warmups).items():
         rows[name]["host_us"] = seconds * 1e6
     for row in rows.values():
         row.pop("peak_gib", None)

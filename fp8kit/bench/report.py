@@ -73,6 +73,11 @@ class Setting:
         end = time.monotonic() + seconds
         return replace(self, deadline=end if self.deadline is None else min(end, self.deadline))
 
+    def settled(self) -> Setting:
+        """The same, for what may take the host's time. Contenders take turns in one allocator, and what it gives is the same again, as in
+        a training, only some calls after each change: on a GPU more of them do not count, and more do."""
+        return self if self.device.kind == "cpu" else replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, 10))
+
 
 def setting_for(device: Device, **given: Any) -> Setting:
     """Full sizes on a GPU, small ones and few rounds on the CPU."""

@@ -19,7 +19,7 @@ from fp8kit_jax import attention as functions
 from fp8kit_jax import small
 from fp8kit_jax.flax import cache, lora
 from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned
-from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
+from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
 
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
 QK_NORMS = {"L2Normalization": "", "RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -113,7 +113,9 @@ class DotProductAttention(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Projections, attention, output projection; returns (y, norm(inputs_q) where ``return_layernorm_output``, else None).
+    """Projections, attention, output projection; returns (y, norm(inputs_q) where ``return_layernorm_output``, else None), and with
+    ``return_residual`` inputs_q itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not
+    added, or None.
 
     Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or ``query``, ``key``, ``value``; the
     first holds the input's norm; ``DotProductAttention_0``; ``out``. Their parameters carry Transformer Engine's logical axes (see
@@ -166,10 +168,12 @@ class MultiHeadAttention(nn.Module):
     qk_norm_type: str | None = None
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
+    return_residual: bool = False
+    return_bias: bool = False
 
     @nn.compact
     def __call__(self, inputs_q: Any, inputs_kv: Any, mask: Any = None, bias: Any = None, *, decode: bool = False,
-                 deterministic: bool = False, sequence_descriptor: Any = None, **fixed: Any) -> tuple[Any, Any]:
+                 deterministic: bool = False, sequence_descriptor: Any = None, **fixed: Any) -> tuple[Any, ...]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
         check_fixed(self, fixed)
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
@@ -196,12 +200,12 @@ class MultiHeadAttention(nn.Module):
             return LayerNormDenseGeneral(
                 features, self.input_layernorm, self.layernorm_type, self.layernorm_epsilon, self.zero_centered_gamma,
                 kernel_init=init(parts, True), return_layernorm_output=self.return_layernorm_output or (own and parts == 1), name=name,
-                **NORM_AXES, **axes(parts), **shared, **lora.fields(self, "qkv_proj"))(inputs_q)  # fmt: skip
+                return_residual=True, **NORM_AXES, **axes(parts), **shared, **lora.fields(self, "qkv_proj"))(inputs_q)  # fmt: skip
 
-        def plain(name: str, features: Any, x: Any, parts: int = 1) -> Any:
+        def plain(name: str, features: Any, x: Any, parts: int = 1, return_bias: bool = False) -> Any:
             adaptation = lora.fields(self, "output_proj" if name == "out" else "qkv_proj")
-            return DenseGeneral(features, kernel_init=init(parts, False), name=name, **axes(parts, name == "out"), **shared,
-                                **adaptation)(x)
+            return DenseGeneral(features, kernel_init=init(parts, False), name=name, return_bias=return_bias, **axes(parts, name == "out"),
+                                **shared, **adaptation)(x)
 
         # queries and keys go through something of their own
         apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
@@ -221,10 +225,10 @@ class MultiHeadAttention(nn.Module):
         else:
             core.rehearse([stands[0], *past.stands()], sequence_descriptor, *past.rehearsed(mask, bias))
         if packed:
-            y, ln = normed("qkv", (3, heads * self.head_dim), 3)
+            y, ln, residual = normed("qkv", (3, heads * self.head_dim), 3)
             layers = [y[..., i, :] for i in range(3)] if apart else [y]
         else:
-            q, ln = normed("query", heads * self.head_dim, 1)
+            q, ln, residual = normed("query", heads * self.head_dim, 1)
             source = ln if own else inputs_kv
             if self.fuse_qkv_params:
                 kv = plain("kv", (2, groups * self.head_dim), source, 2)
@@ -239,8 +243,9 @@ class MultiHeadAttention(nn.Module):
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
         o = core(*layers, *[None] * (3 - len(layers)), sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
-        y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1))
-        return y, ln if self.return_layernorm_output else None
+        y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1), return_bias=self.return_bias)
+        y, *later = y if self.return_bias else (y,)
+        return returned(self, y, ln, residual, *later)
 
     def _stands(self, inputs_q: Any, inputs_kv: Any, apart: bool, packed: bool) -> list[Any]:
         """What stands for the layers that the core attention will be given. ShapeError for inputs that do not fit each other."""

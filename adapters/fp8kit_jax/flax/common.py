@@ -141,22 +141,23 @@ def norm_parameters(module: Any, features: int, dtype: Any) -> tuple[Any, Any]:
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def dropped(x: Any, rate: float, key: Any, dims: Sequence[int]) -> Any:
-    """dropout(x) with probability ``rate``; along ``dims`` one draw serves all (Flax's ``broadcast_dims``)."""
-    if not dims:
-        return small.dropout_add(x, rate=rate, key=key)
+def dropped(x: Any, rate: float, key: Any, dims: Sequence[int], bias: Any = None) -> Any:
+    """dropout(x + bias) with probability ``rate``; along ``dims`` one draw serves all (Flax's ``broadcast_dims``)."""
+    if not dims or not rate:
+        return small.dropout_add(x, None, bias, rate, key)
+    x = x if bias is None else small.dropout_add(x, bias=bias)
     shape = [1 if d in {range(x.ndim)[i] for i in dims} else n for d, n in enumerate(x.shape)]
     return x * small.dropout_add(jnp.ones(shape, x.dtype), rate=rate, key=key)
 
 
-def joined(module: Any, x: Any, residual: Any, deterministic: bool, path: float) -> Any:
-    """residual + dropout(x) as a TransformerLayer's fields say; whole samples of dropout(x) dropped with probability ``path``."""
+def joined(module: Any, x: Any, bias: Any, residual: Any, deterministic: bool, path: float) -> Any:
+    """residual + dropout(x + bias) as a TransformerLayer's fields say; whole samples of dropout(...) dropped with probability ``path``."""
     rate, path = (0.0, 0.0) if deterministic else (module.hidden_dropout, path)
     key = module.make_rng(module.dropout_rng_name) if rate else None
     dims = tuple(module.hidden_dropout_dims)
     if not path and not (rate and dims):
-        return small.dropout_add(x, residual, rate=rate, key=key)
-    branch = dropped(x, rate, key, dims) if rate else x
+        return small.dropout_add(x, residual, bias, rate, key)
+    branch = x if bias is None and not rate else dropped(x, rate, key, dims, bias)
     if not path:
         return small.dropout_add(branch, residual)
     return small.drop_path(branch, residual, path, module.make_rng(module.dropout_rng_name), form(module))

@@ -39,6 +39,11 @@ def _last_axis(module: Any) -> None:
         raise ShapeError(expected(type(module).__name__, "axis", module.axis, "-1: the norm is over the last dimension"))
 
 
+def returned(module: Any, y: Any, normed: Any, residual: Any, *later: Any) -> tuple[Any, ...]:
+    """What a module with a norm returns by its fields; ``later``: a bias that is not added, where there is to be one."""
+    return (y, normed if module.return_layernorm_output else None, *([residual] if module.return_residual else []), *later)
+
+
 class LayerNorm(nn.Module):
     """norm(x) over the last dimension. Parameters ``scale`` and, of "layernorm", ``ln_bias``, in ``dtype``; x: h (..., N), returned alike.
 
@@ -72,6 +77,7 @@ class DenseGeneral(nn.Module):
       boxes (``flax.linen.unbox``); ``input_axes``: of the input.
     * ``enable_low_rank_adaptation``, ``low_rank_adaptation_dim``, ``low_rank_adaptation_alpha``: see ``lora.adapted``.
     * ``transpose_batch_sequence``: whether the sequence comes before the batch, which is the same here.
+    * ``return_bias``: the bias is not added, and (y, bias or None) comes back: see ``fp8kit_jax.dense``.
     * Variables of the collection "fp8_metas" with delayed scaling. Fields of ``common.FIXED`` have one value.
     """
 
@@ -89,10 +95,11 @@ class DenseGeneral(nn.Module):
     input_axes: Axes = ()
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    return_bias: bool = False
 
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
-        """``inputs``: h (..., K). Returns h (..., features)."""
+        """``inputs``: h (..., K). Returns h (..., features), with ``return_bias`` a pair."""
         check_fixed(self)
         inputs = constrained(inputs, self.input_axes)
         features = _features(self.features)
@@ -110,12 +117,15 @@ class DenseGeneral(nn.Module):
         bias = self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype) if self.use_bias else None
         bias = None if bias is None else jnp.asarray(bias, inputs.dtype)
         dims = (axis, tuple(range(len(axis))))
-        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self))
-        return adapted(self, y, inputs, axis, features)
+        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self), self.return_bias)
+        y, *later = y if self.return_bias else (y,)
+        y = adapted(self, y, inputs, axis, features)
+        return (y, *later) if self.return_bias else y
 
 
 class LayerNormDenseGeneral(nn.Module):
-    """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else None).
+    """y = norm(x) kernel + bias in one operation; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
+    ``return_residual`` x itself as a third, for a residual connection to start at: see ``fp8kit_jax.layernorm_dense``.
 
     Parameters ``scale``, ``ln_bias``, ``kernel`` (K, features...), ``bias``. ``enable_layernorm=False`` leaves the norm out;
     ``depth_scaling`` divides y. ``layernorm_input_axes``, ``dot_input_axes``: logical axes of x and of norm(x); where rules put those
@@ -147,9 +157,10 @@ class LayerNormDenseGeneral(nn.Module):
     depth_scaling: float | None = None
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    return_residual: bool = False
 
     @nn.compact
-    def __call__(self, inputs: Any) -> tuple[Any, Any]:
+    def __call__(self, inputs: Any) -> tuple[Any, ...]:
         """``inputs``: h (..., K)."""
         check_fixed(self)
         _last_axis(self)
@@ -163,19 +174,22 @@ class LayerNormDenseGeneral(nn.Module):
         norm = (self.layernorm_type, self.zero_centered_gamma, self.epsilon)
         wanted = self.return_layernorm_output or self.enable_low_rank_adaptation
         if self.enable_layernorm and not constrains(self.dot_input_axes):
-            y = functions.layernorm_dense(inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted)
-            y, normed = y if wanted else (y, None)
+            y, *beside, residual = functions.layernorm_dense(
+                inputs, kernel, scale, ln_bias, bias, *norm, quantizer_set(self), wanted, return_residual=True)
+            normed = beside[0] if wanted else None
         else:
+            residual = inputs
             normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
             normed = constrained(normed, self.dot_input_axes)
             y = functions.dense(normed, kernel, bias, quantizer_set=quantizer_set(self))
         y = adapted(self, y, normed, (inputs.ndim - 1,), features)
         y = y if self.depth_scaling is None else y / jnp.asarray(self.depth_scaling, kind)
-        return y, normed if self.return_layernorm_output else None
+        return returned(self, y, normed, residual)
 
 
 class LayerNormMLP(nn.Module):
-    """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None).
+    """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
+    ``return_residual`` x itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which then is not added, or None.
 
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), with
     a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and
@@ -218,9 +232,11 @@ class LayerNormMLP(nn.Module):
     ffn2_ckpt_name: str = "ffn2"
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    return_residual: bool = False
+    return_bias: bool = False
 
     @nn.compact
-    def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, Any]:
+    def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
         _last_axis(self)
@@ -240,13 +256,15 @@ class LayerNormMLP(nn.Module):
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
         apart = rate or self.enable_low_rank_adaptation or constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
         if self.enable_layernorm and not apart:
-            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params)
-            y = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
-            y, normed = y if self.return_layernorm_output else (y, None)
-            return checkpoint_name(y, self.ffn2_ckpt_name), normed
+            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params, True, self.return_bias)
+            y, *beside = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
+            normed = beside.pop(0) if self.return_layernorm_output else None
+            return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, *beside)
         if self.enable_layernorm and not constrains(self.dot_1_input_axes):
-            h, normed = functions.layernorm_dense(inputs, wi, scale, ln_bias, bi, *norm, sets[0], True)
+            h, normed, residual = functions.layernorm_dense(
+                inputs, wi, scale, ln_bias, bi, *norm, sets[0], return_layernorm_output=True, return_residual=True)
         else:
+            residual = inputs
             normed = small.layernorm(inputs, scale, ln_bias, *norm) if self.enable_layernorm else inputs
             normed = constrained(normed, self.dot_1_input_axes)
             h = functions.dense(normed, wi, bi, quantizer_set=sets[0])
@@ -255,5 +273,7 @@ class LayerNormMLP(nn.Module):
         if rate:
             act = dropped(act, rate, self.make_rng(self.intermediate_dropout_rng_name), tuple(self.intermediate_hidden_dropout_dims))
         act = constrained(act, self.dot_2_input_axes)
-        y = adapted(self, functions.dense(act, wo, bo, quantizer_set=sets[1]), act, (inputs.ndim - 1,), (hidden,), "wo_")
-        return checkpoint_name(y, self.ffn2_ckpt_name), normed if self.return_layernorm_output else None
+        y = functions.dense(act, wo, bo, quantizer_set=sets[1], return_bias=self.return_bias)
+        y, *later = y if self.return_bias else (y,)
+        y = adapted(self, y, act, (inputs.ndim - 1,), (hidden,), "wo_")
+        return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *later)

@@ -109,17 +109,18 @@ class TransformerLayer(nn.Module):
         mine = "self_attention" if decoder else "attention"
         bias = self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
         post = self.apply_residual_connection_post_layernorm
+        ask = {"return_layernorm_output": post, "return_residual": True, "return_bias": True}
 
         def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any) -> Any:
             first = name == mine
             layer = MultiHeadAttention(
                 self.hidden_size // self.num_attention_heads, input_layernorm=not (first and self.output_layernorm), attn_mask_type=kind,
                 kernel_init=self.mha_kernel_init, attn_bias_type=self.self_attn_bias_type if first else None,
-                window_size=self.window_size if first else None, return_layernorm_output=post, name=name, **self._fields(_BOTH, _ATTENTION),
+                window_size=self.window_size if first else None, name=name, **ask, **self._fields(_BOTH, _ATTENTION),
             )  # fmt: skip
-            lengths = sequence_descriptor if first else None
-            y, normed = layer(x, kv, mask, bias, decode=decode and first, deterministic=deterministic, sequence_descriptor=lengths)
-            return joined(self, y, normed if post else x, deterministic, self.drop_path if first else 0.0)
+            options = {"decode": decode and first, "sequence_descriptor": sequence_descriptor if first else None}
+            y, normed, residual, later = layer(x, kv, mask, bias, deterministic=deterministic, **options)
+            return joined(self, y, later, normed if post else residual, deterministic, self.drop_path if first else 0.0)
 
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
@@ -128,10 +129,10 @@ class TransformerLayer(nn.Module):
             self.mlp_hidden_size, epsilon=self.layernorm_epsilon, kernel_init=self.mlp_kernel_init, activations=self.mlp_activations,
             activation_params=self.mlp_activation_params, intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout, intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            return_layernorm_output=post, name="mlp", **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
+            name="mlp", **ask, **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
         )  # fmt: skip
-        y, normed = mlp(x, deterministic)
-        y = joined(self, y, normed if post else x, deterministic, self.drop_path)
+        y, normed, residual, later = mlp(x, deterministic)
+        y = joined(self, y, later, normed if post else residual, deterministic, self.drop_path)
         if not self.output_layernorm:
             return y
         axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import check, optional
+from fp8kit.arguments import check, flag, optional
 from fp8kit.errors import FormatError, ShapeError, expected
 from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
@@ -112,16 +112,24 @@ class MultiHeadAttention(nnx.Module):
         self.q_norm, self.k_norm = (
             LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype) if kind else None for _ in range(2))
 
-    def __call__(self, x: Any, encoded: Any = None, **given: Any) -> Any:
-        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), across. ``given``: as ``DotProductAttention``. Returns h like x."""
+    def __call__(self, x: Any, encoded: Any = None, *, return_residual: bool = False, return_bias: bool = False,
+                 **given: Any) -> Any:
+        """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), across. ``given``: as ``DotProductAttention``. Returns h like x, or a tuple
+        with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not added, or None."""
+        return_residual = flag("MultiHeadAttention", "return_residual", return_residual)
+        return_bias = flag("MultiHeadAttention", "return_bias", return_bias)
         if (encoded is not None) != self.cross:
             wanted = "an array across" if self.cross else "None for self attention"
             raise ShapeError(expected("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted))
         self._rehearse(x, encoded if self.cross else x, given)
-        if self.qkv is not None:
-            layers = [self._apart(self.qkv(x))]
-        elif self.query is not None and self.kv is not None:
-            layers = [self._apart(self.query(x)), self._apart(self.kv(encoded if self.cross else x))]
+        first = self.qkv or self.query
+        if isinstance(first, LayerNormDenseGeneral):
+            y, residual = first(x, return_residual=True)
+        else:
+            y, residual = first(x), x
+        layers = [self._apart(y)]
+        if self.kv is not None:
+            layers.append(self._apart(self.kv(encoded if self.cross else x)))
         if self.rotary or self.qk_norm_type is not None:
             packed = layers[-1]
             parts = [*layers[:-1], *(packed[..., i, :, :] for i in range(packed.shape[-3]))]
@@ -129,7 +137,10 @@ class MultiHeadAttention(nnx.Module):
                                                                                                strict=False))
             layers = [q, k, parts[2]]
         o = self.core(*layers, **given)
-        return self.out(o.reshape(*o.shape[:-2], -1))
+        y = self.out(o.reshape(*o.shape[:-2], -1), return_bias=return_bias)
+        y, *later = y if return_bias else (y,)
+        more = [*([residual] if return_residual else []), *later]
+        return (y, *more) if more else y
 
     def _rehearse(self, x: Any, source: Any, given: Mapping[str, Any]) -> None:
         """Refuse what does not fit before the projections run."""

@@ -80,10 +80,10 @@ class DenseGeneral(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
         self.quantizers = _Quantizers()
 
-    def __call__(self, x: Any) -> Any:
-        """``x``: h (..., K). Returns h (..., features)."""
+    def __call__(self, x: Any, *, return_bias: bool = False) -> Any:
+        """``x``: h (..., K). Returns h (..., features), with ``return_bias`` a pair with the bias, which then is not added, or None."""
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
-        return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers())
+        return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers(), return_bias=return_bias)
 
 
 class LayerNormDenseGeneral(DenseGeneral):
@@ -97,11 +97,12 @@ class LayerNormDenseGeneral(DenseGeneral):
         self.norm = LayerNorm(in_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,
                               dtype=dtype)
 
-    def __call__(self, x: Any) -> Any:
-        """``x``: h (..., K). Returns h (..., features)."""
+    def __call__(self, x: Any, *, return_residual: bool = False) -> Any:
+        """``x``: h (..., K). Returns h (..., features), with ``return_residual`` a pair with x itself, for a residual connection to start
+        at: see ``fp8kit_jax.layernorm_dense``."""
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
-        kernel = self.kernel[...].astype(x.dtype)
-        return layers.layernorm_dense(x, kernel, *self.norm.parameters(x.dtype), bias, *self.norm.options, self.quantizers())
+        options = (*self.norm.parameters(x.dtype), bias, *self.norm.options, self.quantizers())
+        return layers.layernorm_dense(x, self.kernel[...].astype(x.dtype), *options, return_residual=return_residual)
 
 
 class LayerNormMLP(nnx.Module):
@@ -127,10 +128,12 @@ class LayerNormMLP(nnx.Module):
         self.wo_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if use_bias else None
         self.quantizers_0, self.quantizers_1 = _Quantizers(), _Quantizers()
 
-    def __call__(self, x: Any) -> Any:
-        """``x``: h (..., H). Returns alike."""
+    def __call__(self, x: Any, *, return_residual: bool = False, return_bias: bool = False) -> Any:
+        """``x``: h (..., H). Returns alike, or a tuple with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which
+        then is not added, or None."""
         kernels = (self.wi_kernel[...].astype(x.dtype), self.wo_kernel[...].astype(x.dtype))
         biases = [None if b is None else b[...].astype(x.dtype) for b in (self.wi_bias, self.wo_bias)]
         sets = self.quantizers_0(), self.quantizers_1()
         options = (*self.norm.options, self.activations, sets, False, "io", dict(self.activation_params or ()))
-        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *options)
+        more = {"return_residual": return_residual, "return_bias": return_bias}
+        return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *options, **more)

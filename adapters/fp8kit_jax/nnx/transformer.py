@@ -37,12 +37,12 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x: Any, **given: Any) -> Any:
         """``x``: h (b, s, H); ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention. Returns h like x."""
-        x = self._joined(self.attention(x, **given), x)
-        return self._joined(self.mlp(x), x)
+        x = self._joined(*self.attention(x, return_residual=True, return_bias=True, **given))
+        return self._joined(*self.mlp(x, return_residual=True, return_bias=True))
 
-    def _joined(self, branch: Any, residual: Any) -> Any:
+    def _joined(self, branch: Any, residual: Any, bias: Any) -> Any:
         (rate, key), (path, path_key) = self.dropout(), self.path()
         if not path:
-            return small.dropout_add(branch, residual, rate=rate, key=key)
-        branch = small.dropout_add(branch, rate=rate, key=key) if rate else branch
+            return small.dropout_add(branch, residual, bias, rate, key)
+        branch = branch if bias is None and not rate else small.dropout_add(branch, None, bias, rate, key)
         return small.drop_path(branch, residual, path, path_key)

@@ -64,14 +64,15 @@ ATTENTION = {"attn_mask_type": "padding", "mask": None, "bias": np.zeros((1, 2, 
              "max_seqlen_q": 0, "max_seqlen_kv": 0, "bottom_right_diagonal": None}
 LORA = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 2, "low_rank_adaptation_alpha": 0.5}
 CALLS = {
-    "dense": (fj.dense, {"x": X, "kernel": W, "bias": np.ones(6, np.float32), "contracting_dims": ((-1,), (0,)), "quantizer_set": None}),
+    "dense": (fj.dense, {"x": X, "kernel": W, "bias": np.ones(6, np.float32), "contracting_dims": ((-1,), (0,)), "quantizer_set": None,
+                         "return_bias": False}),
     "layernorm_dense": (fj.layernorm_dense, {
         "x": X, "kernel": W, "gamma": V, "beta": V, "bias": np.ones(6, np.float32), "norm_type": "layernorm", "quantizer_set": None,
-        "return_layernorm_output": False, "kernel_layout": "io", **NORM}),
+        "return_layernorm_output": False, "kernel_layout": "io", "return_residual": False, **NORM}),
     "layernorm_mlp": (fj.layernorm_mlp, {
         "x": X, "gamma": V, "beta": V, "kernels": (np.ones((8, 1, 6), np.float32), np.ones((6, 8), np.float32)), "biases": (None, None),
         "norm_type": "layernorm", "activation_type": ("gelu",), "quantizer_sets": (None, None), "return_layernorm_output": False,
-        "kernel_layout": "io", "activation_params": None, **NORM}),
+        "kernel_layout": "io", "activation_params": None, "return_residual": False, "return_bias": False, **NORM}),
     "dot_product_attention": (fj.dot_product_attention, {"query": Q, "key": Q, "value": Q, **ATTENTION}),
     "dot_product_attention, thd": (fj.dot_product_attention, {
         "query": T, "key": T, "value": T, "qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": SUMS, "cu_seqlens_kv": SUMS,
@@ -97,19 +98,21 @@ CALLS = {
     "autocast": (within, {"enabled": True, "recipe": Float8CurrentScaling(), "mesh_resource": None}),
     "MeshResource": (fj.MeshResource, {"dp_resource": "a"}),
     "flax.LayerNorm": (flax(ff.LayerNorm, X), {"layernorm_type": "layernorm", "dtype": jnp.float32, **NORM}),
-    "flax.DenseGeneral": (flax(ff.DenseGeneral, X), {"features": 6, "use_bias": True, "axis": -1, "dtype": jnp.float32, **LORA}),
+    "flax.DenseGeneral": (flax(ff.DenseGeneral, X), {
+        "features": 6, "use_bias": True, "axis": -1, "dtype": jnp.float32, "return_bias": False, **LORA}),
     "flax.LayerNormDenseGeneral": (flax(ff.LayerNormDenseGeneral, X), {
         "features": 6, "enable_layernorm": True, "layernorm_type": "layernorm", "use_bias": True, "return_layernorm_output": False,
-        "axis": -1, "dtype": jnp.float32, "depth_scaling": 2.0, **NORM}),
+        "axis": -1, "dtype": jnp.float32, "depth_scaling": 2.0, "return_residual": False, **NORM}),
     "flax.LayerNormMLP": (flax(ff.LayerNormMLP, S), {
         "intermediate_dim": 16, "activations": ("gelu",), "intermediate_dropout_rate": 0.0, "use_bias": True, "dtype": jnp.float32,
-        "layernorm_type": "layernorm", "return_layernorm_output": False, **NORM}),
+        "layernorm_type": "layernorm", "return_layernorm_output": False, "return_residual": False, "return_bias": False, **NORM}),
     "flax.DotProductAttention": (flax(ff.DotProductAttention, Q, Q, Q), {
         "head_dim": 4, "num_attention_heads": 2, "num_gqa_groups": 2, "attention_dropout": 0.0, "attn_mask_type": "causal",
         "scale_factor": 0.5, "window_size": None, "transpose_batch_sequence": False}),
     "flax.MultiHeadAttention": (flax(ff.MultiHeadAttention, S, S), {
         "head_dim": 4, "num_attention_heads": 2, "num_gqa_groups": 2, "attention_dropout": 0.0, "attn_mask_type": "causal",
-        "input_layernorm": True, "use_bias": True, "dtype": jnp.float32, "enable_rotary_pos_emb": True}),
+        "input_layernorm": True, "use_bias": True, "dtype": jnp.float32, "enable_rotary_pos_emb": True, "return_residual": False,
+        "return_bias": False}),
     "flax.TransformerLayer": (flax(ff.TransformerLayer, S), {
         "hidden_size": 8, "mlp_hidden_size": 16, "num_attention_heads": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "mlp_activations": ("gelu",), "layernorm_type": "layernorm", "self_attn_mask_type": "causal", "dtype": jnp.float32,

@@ -436,6 +436,14 @@ def test_scripts_hold_no_layer_and_no_parameters(ran):
     assert len(ran) == 2
 
 
+def test_a_variable_does_without(ran, monkeypatch):
+    monkeypatch.setenv("FP8KIT_REPLAYS", "0")
+    ours, x = layer(), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16)
+    for _ in range(3):
+        step(ours, x, RECIPES["delayed"])
+    assert not ran
+
+
 def test_so_many_kinds_are_kept(ran, monkeypatch):
     monkeypatch.setattr(scripts, "_LIMIT", 4)
     ours = layer()

@@ -1,0 +1,213 @@
+"""What layers return beside y for a residual connection: x, whose gradient the norm's kernel adds, norm(x), and a bias to be added later.
+
+The bits of whole layers are those of ``fp8kit.nn``: ``test_same_layers``. Here: the functions, over devices, and under JAX's transforms.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from fp8kit_jax import flax as flax_modules
+from fp8kit_jax import nnx as nnx_modules
+from fp8kit_jax.flax.common import joined
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fp8kit.testing import assert_same_bits
+from tests.adapters.jax import test_explicit, test_sharding
+from tests.adapters.jax.test_sharding import BITS, CODES, JOINED, RECIPES, ROWS, draw, near, two
+
+KEY = jax.random.key(3)
+
+
+def projected(x, gamma, kernel, sets, *, kernel_layout="io"):
+    """A norm and a product, joined by a residual that starts at x and one that starts at norm(x)."""
+    y, normed, residual = fj.layernorm_dense(x, kernel, gamma, None, None, "rmsnorm", quantizer_set=sets[0], return_layernorm_output=True,
+                                             return_residual=True, kernel_layout=kernel_layout)
+    return y.sum((2, 3))[..., None] + jnp.tanh(normed) + jnp.sin(residual)
+
+
+def mlp(x, gamma, k1, k2, b1, b2, sets):
+    """Likewise an MLP, whose last bias the join adds."""
+    y, normed, residual, bias = fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_residual=True,
+                                                 return_layernorm_output=True, return_bias=True)
+    return fj.dropout_add(y, jnp.sin(residual) + jnp.tanh(normed), bias)
+
+
+def apart(x, gamma, k1, k2, b1, b2, sets):
+    """The same, with what XLA adds."""
+    y = fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets)
+    return y + jnp.sin(x) + jnp.tanh(fj.rmsnorm(x, gamma))
+
+
+def arguments(recipe, parts=1):
+    s, h, f = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
+    return draw(0, 8, s, h), draw(5, h), draw(1, h, parts, f) / 8, draw(2, f, h) / 16, draw(3, parts, f), draw(4, h), two(recipe)
+
+
+def gradients(function, args, wanted=None):
+    wanted = tuple(range(len(args))) if wanted is None else wanted
+    return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), wanted))(*args)
+
+
+def test_it_is_what_xla_adds():
+    """In float32, without FP8: the same sums, but for their order."""
+    args = arguments("high")
+    jax.tree.map(lambda a, b: near(a, b, BITS), gradients(mlp, args), gradients(apart, args))
+    x, kernel = args[0], draw(6, 64, 3, 64) / 8
+    whole = gradients(projected, (x, args[1], kernel, args[-1]))
+    want = gradients(lambda x, gamma, kernel: fj.layernorm_dense(x, kernel, gamma, None, norm_type="rmsnorm").sum((2, 3))[..., None]
+                     + jnp.tanh(fj.rmsnorm(x, gamma)) + jnp.sin(x), (x, args[1], kernel))
+    jax.tree.map(lambda a, b: near(a, b, BITS), whole[1][:3], want[1])
+    turned = gradients(lambda x, gamma, kernel, sets: projected(x, gamma, kernel, sets, kernel_layout="oi"),
+                       (x, args[1], jnp.moveaxis(kernel, 0, 2), args[-1]), (0,))
+    near(turned[1][0], want[1][0], BITS)
+
+
+@pytest.mark.parametrize("used", [1, 2])
+def test_what_is_used_alone(used):
+    """norm(x) or x, y unused: their gradients, and zeros for the kernel."""
+    x, gamma, kernel = draw(0, 4, 64), draw(5, 64), draw(1, 64, 48)
+    alone = (None, lambda x, gamma: fj.rmsnorm(x, gamma), lambda x, gamma: x + 0 * gamma)[used]
+
+    def found(x, gamma, kernel):
+        return fj.layernorm_dense(x, kernel, gamma, None, norm_type="rmsnorm", return_layernorm_output=True, return_residual=True)[used]
+
+    _, (dx, dgamma, dkernel) = gradients(found, (x, gamma, kernel))
+    _, want = gradients(alone, (x, gamma))
+    near(dx, want[0], BITS)
+    np.testing.assert_allclose(np.asarray(dgamma), np.asarray(want[1]), rtol=BITS, atol=BITS)
+    assert not np.asarray(dkernel).any()
+
+
+@pytest.mark.parametrize("axes", ["rows", "tensor", "both"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_over_devices(recipe, axes):
+    """By the tensor axis dx is a sum over devices, which x and norm(x) join once. Nothing is gathered."""
+    x, gamma, k1, k2, b1, b2, sets = arguments(recipe)
+    rows, tensor = axes != "tensor", axes != "rows"
+    data, columns = ROWS if rows else (), JOINED if tensor else ()
+    specs = [data, (), columns, ("tensor",) if tensor else (), (None, "tensor") if tensor else (), (), ()]
+    test_sharding.check(mlp, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS)
+    kernel = draw(6, x.shape[-1], 3, x.shape[-1]) / 16
+    if recipe != "block":  # squares of 128 keep their scales in fours: a kernel of this width is not cut
+        test_sharding.check(projected, (x, gamma, kernel, sets), [data, (), columns, ()])
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_over_an_explicit_mesh(recipe):
+    specs = [("data",), (), JOINED, ("tensor",), (None, "tensor"), (), ()]
+    test_explicit.check(mlp, arguments(recipe), specs)
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_under_shard_map(recipe):
+    """Rows over 8 devices; with current scaling the MLP runs in stages, which share their amaxes."""
+    x, *shared = arguments(recipe)
+    mesh, specs = Mesh(np.array(jax.devices("cpu")[:8]), ("data",)), (P("data"), *[P()] * len(shared))
+    local = jax.shard_map(lambda x, *a: jax.lax.psum((mlp(x, *a) ** 2).sum(), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+    got = jax.jit(jax.value_and_grad(local, tuple(range(len(shared) + 1))))(x, *shared)
+    jax.tree.map(lambda a, b: near(a, b, BITS), got, gradients(mlp, (x, *shared)))
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_scan_checkpoint_and_vmap_change_no_bits(recipe):
+    x, *rest = arguments(recipe)
+    weights, sets = rest[:-1], rest[-1]
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 2]), (weights, sets))
+
+    def layer(h, parts):
+        (gamma, k1, k2, b1, b2), sets = parts
+        y, h, bias = fj.layernorm_mlp(h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_residual=True,
+                                      return_bias=True)
+        return fj.dropout_add(y, h, bias), None
+
+    def one_by_one(x, stacked):
+        for i in range(2):
+            x = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))[0]
+        return x
+
+    want = gradients(one_by_one, (x, stacked))
+    for body in (layer, jax.checkpoint(layer)):
+        got = gradients(lambda x, stacked, body=body: jax.lax.scan(body, x, stacked)[0], (x, stacked))
+        jax.tree.map(lambda a, b: assert_same_bits("scan", np.asarray(a), np.asarray(b)), got, want)
+    batch = jnp.stack([x, x * 3])
+
+    def pulled(x):
+        y, back = jax.vjp(lambda x: layer(x, (weights, sets))[0], x)
+        return y, back(y)[0]
+
+    single = jax.jit(pulled)
+    each = jax.tree.map(lambda *leaves: jnp.stack(leaves), single(batch[0]), single(batch[1]))
+    jax.tree.map(lambda a, b: assert_same_bits("vmap", np.asarray(a), np.asarray(b)), jax.jit(jax.vmap(pulled))(batch), each)
+
+
+def layers(bias):
+    options = {"use_bias": bias, "dtype": jnp.bfloat16}
+    flax = flax_modules.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False, **options)
+    x = draw(0, 2, 16, 64).astype(jnp.bfloat16)
+    variables = flax.init(KEY, x, deterministic=True)
+    definition, state = nnx.split(nnx_modules.TransformerLayer(64, 128, 4, rngs=nnx.Rngs(0), **options))
+    return x, ((lambda v, x: flax.apply(v, x, deterministic=True), variables), (lambda v, x: nnx.merge(definition, v)(x), state))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_leaves_xla_nothing_to_add_or_to_copy(bias):
+    x, found = layers(bias)
+    for function, variables in found:
+        step = jax.jit(lambda v, x, g, function=function: (lambda y, pull: (y, pull(g)))(*jax.vjp(function, v, x)))
+        lowered = step.lower(variables, x, x)
+        assert not re.findall(r"stablehlo\.add .*tensor<2x16x64x", lowered.as_text())
+        assert not re.findall(r"= bf16\[2,16,64\]\S* copy\(", lowered.compile().as_text())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize(("dims", "path"), [((), 0.0), ((1,), 0.0), ((), 0.5), ((1,), 0.5)])
+def test_a_late_bias_is_dropped_with_its_branch(rate, dims, path):
+    keys = iter(jax.random.split(KEY, 2))
+    module = SimpleNamespace(hidden_dropout=rate, hidden_dropout_dims=dims, dropout_rng_name="dropout", transpose_batch_sequence=False,
+                             make_rng=lambda name: next(keys))
+    x, bias, residual = draw(0, 16, 4, 8), draw(1, 8), draw(2, 16, 4, 8)
+    branch = np.asarray(joined(module, x, bias, residual, False, path) - residual)
+    whole = np.asarray(x + bias) / ((1 - rate) * (1 - path))
+    kept = np.abs(branch) > 2.0**-12 * np.abs(whole)
+    np.testing.assert_allclose(branch, kept * whole, rtol=0, atol=2.0**-20)
+    assert kept.all() == (rate == path == 0)
+    if dims:
+        assert (kept == kept[:, :1]).all()
+    if path:
+        samples = kept.any((1, 2))
+        assert samples.any()
+        assert not samples.all()
+    near(joined(module, x, bias, residual, True, path), x + bias + residual, BITS)
+
+
+@pytest.mark.parametrize("name", ["DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention"])
+def test_modules_return_them(name):
+    """Whatever takes a module apart: y is the same with the bias added, x comes back as it is."""
+    x = draw(0, 2, 16, 64)
+    kinds = {
+        "DenseGeneral": (("return_bias",), [{"features": 48}, {"features": 48, "enable_low_rank_adaptation": True}]),
+        "LayerNormDenseGeneral": (("return_residual",), [{"features": 48}, {"features": 48, "enable_layernorm": False}]),
+        "LayerNormMLP": (("return_residual", "return_bias"), [{}, {"enable_layernorm": False}, {"enable_low_rank_adaptation": True}]),
+        "MultiHeadAttention": (("return_residual", "return_bias"), [{}, {"num_gqa_groups": 2}, {"input_layernorm": False}]),
+    }
+    asked, cases = kinds[name]
+    for options in cases:
+        given = {"use_bias": True} | options | ({"head_dim": 16, "num_attention_heads": 4} if name == "MultiHeadAttention" else {})
+        inputs = (x, x) if name == "MultiHeadAttention" else (x,)
+        plain, more = (getattr(flax_modules, name)(**given, **dict.fromkeys(own, True)) for own in ((), asked))
+        variables = jax.tree.map(lambda leaf: leaf + 0.25, plain.init(KEY, *inputs))
+        want, got = plain.apply(variables, *inputs), list(more.apply(variables, *inputs))
+        bias = got.pop() if "return_bias" in asked else 0.0
+        near(got.pop(0) + bias, want if name == "DenseGeneral" else want[0], BITS)
+        if "return_residual" in asked:
+            assert_same_bits("x", np.asarray(got.pop()), np.asarray(x))
+        assert name == "DenseGeneral" or got == [None]
