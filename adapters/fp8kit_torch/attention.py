@@ -16,7 +16,7 @@ from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, one_of
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
-from fp8kit_torch.module import Branch
+from fp8kit_torch.module import Branch, as_branch, part_of
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.parameters import Init, Watched
@@ -172,9 +172,9 @@ class MultiheadAttention(Watched):
         if source is not None:
             self._want_source(operation, x, source)
         if not brings(self):
-            for child in (getattr(self, self._first), self.key_value, self.proj):
-                if child is not None:
-                    child.want_ready(x)
+            for name in (self._first, "key_value", "proj"):
+                if getattr(self, name) is not None:
+                    part_of("MultiheadAttention", name, getattr(self, name)).want_ready(x)
             for norm in (self.q_norm, self.k_norm):
                 want_like(norm, x)
         with on_behalf_of(operation, **names):
@@ -216,7 +216,7 @@ class MultiheadAttention(Watched):
         first, source = getattr(self, self._first), ahead.source
         asked: dict[str, Any] = {"bias": first.bias_mode}
         if self.input_layernorm:
-            out: Branch = first(x, is_first_microbatch, part=asked | {"residual": residual, "return_norm": return_norm})
+            out = as_branch(first(x, is_first_microbatch, part=asked | {"residual": residual, "return_norm": return_norm}))
         else:
             out = Branch(first(x, is_first_microbatch, part=asked), x)
         layers: dict[str, Tensor] = {"qkv_layer" if source is None else "query_layer": out.y}

@@ -49,6 +49,19 @@ class Branch(NamedTuple):
     normed: Tensor | None = None
 
 
+def as_branch(given: Any) -> Branch:
+    """What a part of a layer gave: a ``Branch``, or the tuple that a hook made of one."""
+    return given if isinstance(given, Branch) else Branch(*given)
+
+
+def part_of(layer: str, name: str, part: Any) -> TransformerEngineBaseModule:
+    """A part of a layer that computes in FP8. ArgumentError for another module in its place."""
+    if not isinstance(part, TransformerEngineBaseModule):
+        wanted = "a module of fp8kit_torch or a subclass, which knows what the layer asks of it; a hook may change what it gives"
+        raise ArgumentError(expected(layer, name, f"a {type(part).__name__}", wanted))
+    return part
+
+
 def branch_of(outputs: Mapping[str, Tensor]) -> Branch:
     """A ``Branch`` of an operation's outputs by name."""
     return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))

@@ -17,6 +17,7 @@ from fp8kit_torch.reprs import described
 from fp8kit_torch.views import dtype_of
 
 Init = Callable[[Tensor], Any]
+_SETTLED = ("activation", "use_bias", "apply_bias")  # attributes that say what a module is, and that a pass does not read
 _DTYPES = tuple(dtype_of(kind) for kind in HIGH_PRECISION)
 
 
@@ -49,6 +50,9 @@ class Watched(torch.nn.Module):
     _scripts: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTLED and self.__dict__.get(name, value) != value:
+            got, wanted = repr(value), f"{self.__dict__[name]!r}: it is settled when the module is made"
+            raise ArgumentError(expected(type(self).__name__, name, got, wanted))
         super().__setattr__(name, value)
         if name != "training" and not name.startswith("_") and name not in self.__dict__.get("_parameters", ()):
             self.__dict__["_changes"] = self._changes + 1

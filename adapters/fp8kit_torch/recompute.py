@@ -206,8 +206,8 @@ def checkpoint(
     * ``distribute_saved_activations``, ``tp_group``: refused; there is no tensor parallelism yet.
 
     ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way. Not so beside
-    ``torch.compile`` with delayed scaling: torch's checkpoint within a compiled function is refused in backward, and around one its
-    non-reentrant variant is, while the reentrant one runs its second pass without the autocast that is around it.
+    ``torch.compile``: around a compiled function torch refuses the non-reentrant variant, and the reentrant one runs its second pass
+    without the autocast that is around it, in high precision; within one, backward refuses delayed scaling. Checkpoint eager layers.
 
     Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
     second pass does not run the FP8 layers of the first.

@@ -19,7 +19,7 @@ from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
 from fp8kit_torch.linear import Linear
-from fp8kit_torch.module import Branch
+from fp8kit_torch.module import as_branch, part_of
 from fp8kit_torch.norm import L2Normalization, LayerNorm, RMSNorm
 from fp8kit_torch.norm_linear import LayerNormLinear
 from fp8kit_torch.norm_mlp import LayerNormMLP
@@ -180,7 +180,7 @@ class TransformerLayer(Watched):
         first, mlp = is_first_microbatch, self.layernorm_mlp
         ahead = self.self_attention.settle(op, x, None, own, rotary_pos_emb, _OWN)
         if not torch.compiler.is_compiling():
-            mlp.want_ready(x)
+            part_of(op, "layernorm_mlp", mlp).want_ready(x)
             want_like(self.layernorm, x)
         paths = own if ahead.core is None else ahead.core.beside, inference_params
         if self.training and self.drop_path_rate and self.attn_input_format == "thd" and not torch.compiler.is_compiling():
@@ -202,23 +202,23 @@ class TransformerLayer(Watched):
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
             bias = "add" if attention.proj.use_bias else "none"
-            out: Branch = attention(x, is_first_microbatch=first, part={"bias": bias, "residual": True, **core})
-            beside: Branch = mlp(out.residual, first, part={"bias": bias, "residual": True})
+            out = as_branch(attention(x, is_first_microbatch=first, part={"bias": bias, "residual": True, **core}))
+            beside = as_branch(mlp(out.residual, first, part={"bias": bias, "residual": True}))
             both = run("add", spec_for("AddSpec"), {"a": out.y, "b": beside.y})["y"]
             return self._join(both, None, beside.residual, paths)
 
         post = self.apply_residual_connection_post_layernorm
         late = self._late_bias(attention, attention.proj)
         stream, ask = _STREAMS[post and attention.input_layernorm]
-        out = attention(x, is_first_microbatch=first, part={"bias": late, **core, **ask})
+        out = as_branch(attention(x, is_first_microbatch=first, part={"bias": late, **core, **ask}))
         a = self._join(out.y, attention.proj_bias if late == "deferred" else None, getattr(out, stream), paths)
         stream, ask = _STREAMS[post]
         if self.inter_attention is not None:
             late = self._late_bias(self.inter_attention, self.inter_attention.proj)
-            out = self.inter_attention(a, is_first_microbatch=first, part={"bias": late, **across, **ask})
+            out = as_branch(self.inter_attention(a, is_first_microbatch=first, part={"bias": late, **across, **ask}))
             a = self._join(out.y, self.inter_attention.proj_bias if late == "deferred" else None, getattr(out, stream))
         late = self._late_bias(mlp, mlp)
-        out = mlp(a, first, part={"bias": late, **ask})
+        out = as_branch(mlp(a, first, part={"bias": late, **ask}))
         y = self._join(out.y, mlp.fc2_bias if late == "deferred" else None, getattr(out, stream), paths)
         return y if self.layernorm is None else self.layernorm(y)
 

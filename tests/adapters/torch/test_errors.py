@@ -161,3 +161,33 @@ def test_a_recipe_that_is_none_is_refused_within_a_compiled_function_too(fullgra
     for call in (run, torch.compile(run, backend="eager", fullgraph=fullgraph)):
         with pytest.raises(Exception, match=r"autocast: recipe: .*expected a Recipe, such as recipe"):
             call(torch.ones(2, 4))
+
+
+def test_what_is_settled_when_a_module_is_made():
+    layer = ft.TransformerLayer(64, 128, 4, device="cpu")
+    proj = layer.self_attention.proj
+    for module, name, value in ((layer.layernorm_mlp, "activation", "relu"), (proj, "use_bias", False), (proj, "apply_bias", None)):
+        before = getattr(module, name)
+        with pytest.raises(ArgumentError, match=f"{name}: got {value!r}, expected {before!r}: it is settled"):
+            setattr(module, name, value)
+        assert getattr(module, name) == before
+        setattr(module, name, before)
+
+
+@pytest.mark.parametrize("where", ["self_attention.proj", "self_attention.layernorm_qkv", "layernorm_mlp"])
+def test_another_module_in_the_place_of_a_part(where):
+    layer = ft.TransformerLayer(64, 128, 4, device="cpu")
+    owner, _, name = where.rpartition(".")
+    setattr(layer.get_submodule(owner), name, torch.nn.Sequential(layer.get_submodule(where)))
+    with pytest.raises(ArgumentError, match=f"{name}: got a Sequential, expected a module of fp8kit_torch"):
+        layer(torch.randn(3, 2, 64))
+
+
+def test_a_hook_may_change_what_a_part_gives():
+    layer, x = ft.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"), torch.randn(3, 2, 64)
+    plain = layer(x)
+    for part in (layer.layernorm_mlp, layer.self_attention, layer.self_attention.layernorm_qkv):
+        with part.register_forward_hook(lambda module, given, out: tuple(out)):
+            assert torch.equal(layer(x), plain)
+        with part.register_forward_hook(lambda module, given, out: (out[0] * 2, *out[1:])):
+            assert not torch.equal(layer(x), plain)
