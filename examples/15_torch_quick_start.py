@@ -15,8 +15,6 @@ from fp8kit.commands import given, positive
 
 DEVICE = default_device().kind
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-if DEVICE == "cpu":
-    torch.set_num_threads(1)  # torch's threads and the CPU engine's would stand in each other's way
 # a plain layer's parameters, and those of fused modules that hold the same
 NAMES = {"norm1.": "layernorm_qkv.layer_norm_", "qkv.": "layernorm_qkv.", "proj.": "proj.", "norm2.": "layernorm_mlp.layer_norm_",
          "fc1.": "layernorm_mlp.fc1_", "fc2.": "layernorm_mlp.fc2_"}
