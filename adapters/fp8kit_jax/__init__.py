@@ -3,7 +3,7 @@
 ``dense``, ``layernorm_dense``, ``layernorm_mlp``, ``dot_product_attention`` and the small functions are made of fp8kit's operations, run by
 one XLA custom call. Under ``jax.jit`` with shardings, on mesh axes of the kinds ``Auto`` and ``Explicit``, they split by the arrays' first
 dimension (by attention's batch), by heads, by a product's features and its contraction, with the results of one device: what is moved are
-sums, and amaxes before casts. Attention whose weights are dropped, sequences, and ``gemm`` are not split.
+sums, and amaxes before casts. Sequences and ``gemm`` are not split.
 
 Importing this package initialises no device. ``fp8kit_jax.flax`` and ``fp8kit_jax.nnx`` need Flax, and are imported when they are used.
 """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,11 @@ import numpy as np
 
 from fp8kit.arguments import choice, flag, integer, shown
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ShapeError, expected, meant
 from fp8kit.ops.attention import FORMATS, AttentionSpec, attention
 from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
 from fp8kit_jax.arguments import as_array, as_number, check_sums, meta_of
+from fp8kit_jax.checks import ALIASES
 from fp8kit_jax.rules import apply
 from fp8kit_jax.small import rng_inputs
 
@@ -36,11 +38,11 @@ def dot_product_attention(
     * ``query``: h (b, s_q, heads, d); ``key``: h (b, s_kv, groups, d); ``value``: h (b, s_kv, groups, d_v), groups a divisor of heads. With
       "sbhd" the sequence comes first, with "thd" t tokens stand for b and s. Packed, and then neither split nor joined in memory: ``query``
       (b, s, 3, heads, d) alone, or ``query`` and ``key`` (b, s_kv, 2, groups, d).
-    * ``attn_mask_type``: "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right" or
-      "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out. Padding: ``cu_seqlens_q``, ``cu_seqlens_kv``,
-      int32 (b + 1,), running sums of the true lengths: 0 first, never falling, at most t, no sequence longer than s or ``max_seqlen_q``.
-      Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU nobody looks: rows may come out
-      wrong, but nothing out of bounds is touched.
+    * ``attn_mask_type``: "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal" (also "causal_padding"),
+      "padding_causal_bottom_right" or "arbitrary" with ``mask``: bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out. Padding:
+      ``cu_seqlens_q``, ``cu_seqlens_kv``, int32 (b + 1,), running sums of the true lengths: 0 first, never falling, at most t, no sequence
+      longer than s or ``max_seqlen_q``. Other values are an ArgumentError on the CPU, within ``jax.jit`` an error of the program; on a GPU
+      nobody looks: rows may come out wrong, but nothing out of bounds is touched.
     * ``bias``: h (1 | b, 1 | heads, 1 | s_q, s_kv), differentiable; ``attn_bias_type``: None is "post_scale_bias" where there is one.
     * ``dropout_key``: a JAX key, where ``dropout_rate`` is not 0. Over several devices, ``jax.jit`` splits it by batches and heads, and it
       drops what one device drops, but for cuDNN, which has a stream of its own and no part in that: both directions over several devices,
@@ -62,10 +64,19 @@ def rehearse(query: Any, key: Any = None, value: Any = None, **options: Any) -> 
     """Refuse what ``dot_product_attention`` would refuse of these arguments, and run nothing: what a layer asks before its projections run.
 
     ``query``, ``key``, ``value``: ``jax.ShapeDtypeStruct``s, which stand for arrays; ``options``: as there, but for a key."""
+    known(_OP, options)
     layers = {name: a for name, a in (("query", query), ("key", key), ("value", value)) if a is not None}
     call = _settled(layers, **options | {"dropout_rate": 0.0})
     metas = {name: meta_of(_OP, name, value) for name, value in call.inputs.items() if value is not None}
     attention.infer(call.spec, {name: meta._replace(shape=call.flat.get(name, meta.shape)) for name, meta in metas.items()}, frozenset())
+
+
+def known(operation: str, given: Iterable[str], more: Iterable[str] = ()) -> None:
+    """TypeError for a name that is no option of ``dot_product_attention``, nor one of ``more``: what a module sets itself is none."""
+    names = (*OPTIONS, *more)
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{operation}: unexpected argument {name!r}{meant(name, names)}")
 
 
 class _Call(NamedTuple):
@@ -92,7 +103,7 @@ def _settled(
     choice(op, "qkv_format", qkv_format, FORMATS)
     if window_size is not None and (not isinstance(window_size, tuple | list) or not all(isinstance(n, int) for n in window_size)):
         raise ShapeError(expected(op, "window_size", shown(window_size), "(left, right), each -1 (unbounded) or more, or None"))
-    choice(op, "attn_mask_type", attn_mask_type, MASKS)
+    choice(op, "attn_mask_type", attn_mask_type, (*MASKS, *ALIASES))
     choice(op, "softmax_type", softmax_type, SOFTMAX_TYPES)
     if attn_bias_type is not None:
         choice(op, "attn_bias_type", attn_bias_type, BIASES)
@@ -110,7 +121,7 @@ def _settled(
     biased = attn_bias_type or ("no_bias" if bias is None else "post_scale_bias")
     heads, head_dim = layers[0].shape[-2:]
     spec = AttentionSpec(
-        heads, head_dim, layers[-1].shape[-2], qkv_format, attn_mask_type, scale, dropout_rate,
+        heads, head_dim, layers[-1].shape[-2], qkv_format, ALIASES.get(attn_mask_type, attn_mask_type), scale, dropout_rate,
         get_policy().deterministic, layout, layers[-1].shape[-1],
         (-1, -1) if window_size is None else tuple(window_size), bottom_right_diagonal, biased, softmax_type,
         max_seqlen_q, max_seqlen_kv,
@@ -130,6 +141,23 @@ def _settled(
     flat = {name: (*a.shape[: dims - 2], math.prod(a.shape[dims - 2 :])) for name, a, n in zip(names, layers, packed, strict=True) if n > 1}
     shape = (*layers[0].shape[: dims - 2], heads, layers[-1].shape[-1])
     return _Call(spec, inputs, flat, shape)
+
+
+# arguments of the function that a module leaves to its caller
+OPTIONS = tuple(name for name in inspect.signature(_settled).parameters if name not in ("given", "dropout_rate", "dropout_key"))
+
+
+def beside_mask(operation: str, kind: str, window: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None, bool | None]:
+    """``attn_mask_type``, ``window_size`` and ``bottom_right_diagonal`` of an attention to which a mask array says what is hidden besides
+    what a mask of ``kind`` and the window hide: "arbitrary", and a window that ends where the causal diagonal does, in its corner."""
+    kind = ALIASES.get(kind, kind)
+    if "causal" not in kind:
+        return "arbitrary", window, None
+    left, right = window or (-1, -1)
+    if right > 0:
+        wanted = f"right -1 or 0: mask {kind!r} sees nothing right of the diagonal"
+        raise ShapeError(expected(operation, "window_size", shown(window), wanted))
+    return "arbitrary", (left, 0), kind.endswith("bottom_right")
 
 
 def running_sums(lengths: Any) -> Any:

@@ -10,12 +10,20 @@ import numpy as np
 
 from fp8kit.arguments import Rule, check, flag, integer, named, number, one, optional, shown
 from fp8kit.errors import ArgumentError, expected
-from fp8kit.ops.attention_spec import BIASES, MASKS, SOFTMAX_TYPES
+from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS, SOFTMAX_TYPES
+from fp8kit_jax.activations import ACTIVATION_TYPES
+
+ALIASES = {"causal_padding": "padding_causal"}  # of masks; Transformer Engine's
 
 
 def size(operation: str, name: str, value: Any) -> int:
     """A positive int that an extent can be."""
     return integer(operation, name, value, 1, 2**31 - 1)
+
+
+def length(operation: str, name: str, value: Any) -> None:
+    """An int that is not negative."""
+    integer(operation, name, value, 0, 2**31 - 1)
 
 
 def sizes(operation: str, name: str, value: Any) -> None:
@@ -55,10 +63,10 @@ def dtype(operation: str, name: str, value: Any) -> None:
     raise ArgumentError(expected(operation, name, shown(value), "float32, bfloat16 or float16"))
 
 
-def words(operation: str, name: str, value: Any) -> None:
-    """A sequence of words, at least one."""
-    if not isinstance(value, tuple | list) or not value or not all(isinstance(word, str) for word in value):
-        raise ArgumentError(expected(operation, name, shown(value), "a sequence of names of activations"))
+def activations(operation: str, name: str, value: Any) -> None:
+    """A key of ``ACTIVATION_TYPES``, or a list of its words."""
+    if not isinstance(value, tuple | list) or not all(isinstance(word, str) for word in value) or tuple(value) not in ACTIVATION_TYPES:
+        raise ArgumentError(expected(operation, name, shown(value), f"one of {', '.join(map(str, ACTIVATION_TYPES))}"))
 
 
 def window(operation: str, name: str, value: Any) -> None:
@@ -77,14 +85,15 @@ RULES: dict[str, Rule] = {
     **named(size, """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size mlp_hidden_size in_features
         num_features num_buckets max_distance"""),
     **named(optional(size), "num_gqa_groups"),
+    **named(length, "max_seqlen_q max_seqlen_kv"),
     **named(probability, "intermediate_dropout_rate attention_dropout hidden_dropout intermediate_dropout drop_path rate"),
     **named(number, "epsilon layernorm_epsilon qk_norm_eps"),
-    **named(words, "activations mlp_activations"),
-    **named(one(*MASKS), "attn_mask_type self_attn_mask_type"),
+    **named(activations, "activations mlp_activations"),
+    **named(one(*MASKS, *ALIASES), "attn_mask_type self_attn_mask_type"),
     **named(optional(one(*BIASES)), "attn_bias_type self_attn_bias_type"),
     "features": sizes, "axis": axes, "dtype": dtype, "layernorm_type": one("layernorm", "rmsnorm"),
     "low_rank_adaptation_alpha": optional(factor), "depth_scaling": optional(factor), "scale_factor": optional(factor),
-    "softmax_type": one(*SOFTMAX_TYPES), "window_size": optional(window),
+    "softmax_type": one(*SOFTMAX_TYPES), "qkv_format": one(*FORMATS), "window_size": optional(window),
 }  # fmt: skip
 UNTYPED = RULES | {"dtype": optional(dtype)}  # of the core attention, which has no parameters in a dtype
 

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from fp8kit.arguments import shown
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.recipe import DELAYED_SCALES, DelayedScaling
 from fp8kit_jax import manual
 from fp8kit_jax.division import divide
@@ -122,10 +124,17 @@ def update_collections(new: Any, original: Any) -> Any:
     """``original`` with the entries of ``new`` in their place: how FP8 state is carried from step to step.
 
     Both are (nested) mappings, such as the gradients of Flax variables and the variables: what ``new`` lacks stays. Nothing is changed in
-    place; the kind of mapping is kept.
+    place; the kind of mapping is kept. ArgumentError for what is no mapping.
     """
+    for name, value in (("new", new), ("original", original)):
+        if not isinstance(value, Mapping):
+            raise ArgumentError(expected("update_collections", name, shown(value), "a mapping, such as a collection of Flax"))
+    return _merged(new, original)
+
+
+def _merged(new: Any, original: Any) -> Any:
     if not isinstance(original, Mapping) or not isinstance(new, Mapping):
         return new
-    merged = {name: update_collections(new[name], value) if name in new else value for name, value in original.items()}
+    merged = {name: _merged(new[name], value) if name in new else value for name, value in original.items()}
     merged |= {name: value for name, value in new.items() if name not in original}
     return merged if type(original) is dict else type(original)(merged)  # type: ignore[call-arg]

@@ -18,7 +18,7 @@ from fp8kit.layers import normed_and_turned
 from fp8kit_jax import attention as functions
 from fp8kit_jax import small
 from fp8kit_jax.flax import cache, lora
-from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned
+from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned, want_array
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
 
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
@@ -30,11 +30,11 @@ class DotProductAttention(nn.Module):
     """Scaled dot product attention of separate query, key and value, h (b, s, heads, d), or (s, b, heads, d) with
     ``transpose_batch_sequence``. ``scale_factor`` None: 1 / sqrt(head_dim). No parameter, but ``softmax_offset`` of softmax "learnable".
 
-    ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for queries and keys; other masks take
-    ``mask``, True masks out, which makes the type "arbitrary". ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s, 2, groups, d),
-    value None; "bs3hd": query is (b, s, 3, heads, d), the others None. ``dtype``: what the inputs are cast to, None: as they are.
-    ``float32_logits``: scores are float32 either way. ``context_checkpoint_name``: the result's name for the policies of
-    ``jax.checkpoint``. Fields of ``common.FIXED`` have one value.
+    ``attn_mask_type`` "padding..." takes lengths as ``sequence_descriptor``: int32 (b,), or a pair for queries and keys. ``mask``, instead:
+    bool (1 | b, 1 | heads, 1 | s_q, s_kv), True masks out; a causal type and the window hide what they hide besides.
+    ``qkv_layout``: "bshd_bshd_bshd"; "bshd_bs2hd": key is (b, s, 2, groups, d), value None; "bs3hd": query is (b, s, 3, heads, d), the
+    others None. ``dtype``: what the inputs are cast to, None: as they are. ``float32_logits``: scores are float32 either way.
+    ``context_checkpoint_name``: the result's name for the policies of ``jax.checkpoint``. Fields of ``common.FIXED`` have one value.
     """
 
     head_dim: int
@@ -64,11 +64,12 @@ class DotProductAttention(nn.Module):
                  deterministic: bool = False, mask: Any = None, **fixed: Any) -> Any:
         """Attend. Returns h (b, s, heads, d)."""
         check_fixed(self, fixed)
-        layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in (query, key, value) if a is not None]
+        given = (("query", query), ("key", key), ("value", value))
+        layers = [want_array(self, name, a) for name, a in given if a is not None or name == "query"]
+        layers = [a if self.dtype is None else jnp.asarray(a, self.dtype) for a in layers]
         options = self._options(layers, sequence_descriptor, bias, mask)
-        if mask is not None and self.attn_mask_type == "causal":
-            rows, columns = mask.shape[-2:]
-            options["mask"] = (jnp.asarray(mask) != 0) | (jnp.arange(columns) > jnp.arange(rows)[:, None])
+        if mask is not None and "causal" in self.attn_mask_type:
+            options["mask"] = jnp.asarray(mask) != 0
         rate = 0.0 if deterministic else self.attention_dropout
         if rate:
             options |= {"dropout_rate": rate, "dropout_key": self.make_rng(self.dropout_rng_name)}
@@ -82,7 +83,7 @@ class DotProductAttention(nn.Module):
         if self.dtype is not None:
             layers = [jax.ShapeDtypeStruct(a.shape, self.dtype) for a in layers]
         options = self._options(layers, sequence_descriptor, bias, mask)
-        if mask is not None and self.attn_mask_type == "causal":
+        if mask is not None and "causal" in self.attn_mask_type:
             options["mask"] = jax.ShapeDtypeStruct(mask.shape, bool)
         if self.softmax_type == "learnable":
             options["softmax_offset"] = jax.ShapeDtypeStruct((self.num_attention_heads,), jnp.float32)
@@ -105,10 +106,12 @@ class DotProductAttention(nn.Module):
             options["cu_seqlens_q"], options["cu_seqlens_kv"] = map(functions.running_sums, pair)
         if mask is not None and (not hasattr(mask, "shape") or len(mask.shape) < 2):
             raise ShapeError(expected("DotProductAttention", "mask", shown(mask), "an array (..., s_q, s_kv)"))
+        kind, window, corner = self.attn_mask_type, self.window_size, None
+        if mask is not None:
+            kind, window, corner = functions.beside_mask("DotProductAttention", kind, window)
         return options | {
-            "attn_mask_type": self.attn_mask_type if mask is None else "arbitrary", "mask": mask, "bias": bias,
-            "attn_bias_type": self.attn_bias_type, "scale_factor": self.scale_factor, "qkv_format": form(self),
-            "window_size": self.window_size, "softmax_type": self.softmax_type,
+            "attn_mask_type": kind, "mask": mask, "bias": bias, "attn_bias_type": self.attn_bias_type, "scale_factor": self.scale_factor,
+            "qkv_format": form(self), "window_size": window, "bottom_right_diagonal": corner, "softmax_type": self.softmax_type,
         }  # fmt: skip
 
 

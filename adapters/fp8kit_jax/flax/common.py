@@ -12,6 +12,7 @@ from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import small
+from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES, UNTYPED, check_module
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.scopes import mesh_resource, recipe_in_force
@@ -65,6 +66,11 @@ def check_fixed(module: Any, given: dict[str, Any] | None = None, fields: Sequen
         alike = found is value or (isinstance(found, str | int | float | None) and found == value)
         if not alike:
             raise ArgumentError(expected(type(module).__name__, name, shown(found), f"{value!r}: {why}"))
+
+
+def want_array(module: Any, name: str, value: Any) -> Any:
+    """The input of a module as a JAX array. FormatError that names it for what is none."""
+    return as_array(type(module).__name__, name, value)
 
 
 # --- logical axes -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from fp8kit_jax.flax.common import (
     norm_parameters,
     partitioned,
     quantizer_set,
+    want_array,
 )
 from fp8kit_jax.flax.lora import adapted
 
@@ -64,6 +65,7 @@ class LayerNorm(nn.Module):
     def __call__(self, x: Any) -> Any:
         """Normalise."""
         check_module(self)
+        x = want_array(self, "x", x)
         scale, bias = norm_parameters(self, x.shape[-1], x.dtype)
         return small.layernorm(x, scale, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon)
 
@@ -101,7 +103,7 @@ class DenseGeneral(nn.Module):
     def __call__(self, inputs: Any) -> Any:
         """``inputs``: h (..., K). Returns h (..., features), with ``return_bias`` a pair."""
         check_fixed(self)
-        inputs = constrained(inputs, self.input_axes)
+        inputs = constrained(want_array(self, "inputs", inputs), self.input_axes)
         features = _features(self.features)
         along = (self.axis,) if isinstance(self.axis, int) else self.axis
         if not all(-inputs.ndim <= d < inputs.ndim for d in along):
@@ -164,7 +166,7 @@ class LayerNormDenseGeneral(nn.Module):
         """``inputs``: h (..., K)."""
         check_fixed(self)
         _last_axis(self)
-        inputs = constrained(inputs, self.layernorm_input_axes)
+        inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
         features, kind = _features(self.features), inputs.dtype
         init = self.kernel_init or fan_in(len(features))
         scale, ln_bias = norm_parameters(self, inputs.shape[-1], kind) if self.enable_layernorm else (None, None)
@@ -240,7 +242,7 @@ class LayerNormMLP(nn.Module):
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
         _last_axis(self)
-        inputs = constrained(inputs, self.layernorm_input_axes)
+        inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
         hidden, wide, parts, kind = inputs.shape[-1], self.intermediate_dim, tuple(self.activations), inputs.dtype
 
         def parameter(name: str, init: Any, axes: Axes, *shape: int) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fp8kit.errors import ShapeError, expected
+from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit_jax.flax import lora
 from fp8kit_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
-from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, check_fixed, joined
+from fp8kit_jax.flax.common import MLP_AXES, NORM_AXES, check_fixed, joined, want_array
 from fp8kit_jax.flax.dense import LayerNorm, LayerNormMLP
 
 # fields that go on to the children under the same name
@@ -97,15 +97,21 @@ class TransformerLayer(nn.Module):
     def __call__(self, inputs: Any, encoded: Any = None, attention_mask: Any = None, encoder_decoder_mask: Any = None,
                  deterministic: bool = False, decode: bool = False, max_decode_length: int | None = None, *,
                  sequence_descriptor: Any = None, **fixed: Any) -> Any:
-        """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``; ``encoded``: a decoder's, likewise. Masks: True masks
-        out. ``decode``: the self attention keeps a cache, see ``cache``; ``max_decode_length``: its length, None as it was made."""
+        """``inputs``: h (b, s, H), (s, b, H) with ``transpose_batch_sequence``. ``encoded``, ``encoder_decoder_mask``: a decoder's alone,
+        likewise. Masks: True masks out, see ``DotProductAttention``. ``decode``: the self attention keeps a cache, see ``cache``;
+        ``max_decode_length``: its length, None as it was made."""
         check_fixed(self, fixed, _FIXED)
         op, decoder = "TransformerLayer", self.layer_type is TransformerLayerType.DECODER
+        inputs = want_array(self, "inputs", inputs)
+        for name, value in (("encoded", encoded), ("encoder_decoder_mask", encoder_decoder_mask)):
+            if not decoder and value is not None:
+                raise ArgumentError(expected(op, name, "an array", "None, for an encoder"))
         if inputs.shape[-1] != self.hidden_size or self.hidden_size % self.num_attention_heads:
             wanted = f"a last dimension of {self.hidden_size}, a multiple of {self.num_attention_heads} heads"
             raise ShapeError(expected(op, "inputs", f"shape {inputs.shape}", wanted))
         if decoder and encoded is None:
             raise ShapeError(expected(op, "encoded", None, "an array, for a decoder"))
+        encoded = want_array(self, "encoded", encoded) if decoder else None
         mine = "self_attention" if decoder else "attention"
         bias = self._biases(inputs, mine, decoder, max_decode_length) if self.enable_relative_embedding else None
         post = self.apply_residual_connection_post_layernorm

@@ -16,7 +16,7 @@ from fp8kit_jax import attention as functions
 from fp8kit_jax import small
 from fp8kit_jax.arguments import as_array, stand
 from fp8kit_jax.checks import RULES, size
-from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral
+from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, want_rngs
 
 QK_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 
@@ -26,8 +26,8 @@ class Dropout(nnx.Module):
 
     def __init__(self, rate: float, rngs: nnx.Rngs | None) -> None:
         check("Dropout", RULES, locals())
-        if rate and rngs is None:
-            raise ShapeError(expected("Dropout", "rngs", None, f"nnx.Rngs with a rate of {rate}"))
+        if rate:
+            want_rngs("Dropout", rngs, "dropout")
         self.rate, self.deterministic = float(rate), False
         self.stream = rngs.dropout.fork() if rate and rngs is not None else None
 
@@ -44,6 +44,7 @@ class DotProductAttention(nnx.Module):
     """
 
     def __init__(self, num_attention_heads: int, *, attention_dropout: float = 0.0, rngs: nnx.Rngs | None = None, **options: Any) -> None:
+        functions.known("DotProductAttention", options)
         check("DotProductAttention", RULES, locals() | options)
         self.options, self.num_attention_heads = tuple(options.items()), num_attention_heads
         self.dropout = Dropout(attention_dropout, rngs)
@@ -52,6 +53,7 @@ class DotProductAttention(nnx.Module):
 
     def __call__(self, query: Any, key: Any = None, value: Any = None, **given: Any) -> Any:
         """``query``, ``key``, ``value``: apart or packed; ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on."""
+        functions.known("DotProductAttention", given)
         if self.dropout.stream is not None:  # whose state changes with a draw
             layers = {"query": query, "key": key, "value": value}
             self.rehearse(*(None if a is None else stand("dot_product_attention", name, a) for name, a in layers.items()), **given)
@@ -83,10 +85,14 @@ class MultiHeadAttention(nnx.Module):
                  rotary: bool = False, qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
                  use_bias: bool = False, layernorm_type: str = "layernorm", epsilon: float = 1e-6, zero_centered_gamma: bool = False,
                  dtype: Any = jnp.float32, **options: Any) -> None:
+        functions.known("MultiHeadAttention", options)
+        want_rngs("MultiHeadAttention", rngs)
         check("MultiHeadAttention", RULES | {"head_dim": optional(size)}, locals() | options)
         heads = num_attention_heads
         if hidden_size % heads and head_dim is None:
             raise ShapeError(expected("MultiHeadAttention", "hidden_size", hidden_size, f"a multiple of {heads} heads"))
+        if heads % (num_gqa_groups or heads):
+            raise ShapeError(expected("MultiHeadAttention", "num_gqa_groups", num_gqa_groups, f"a divisor of {heads} heads"))
         if qk_norm_type not in (None, "L2Normalization", *QK_NORMS):
             wanted = f"one of L2Normalization, {', '.join(QK_NORMS)}"
             raise FormatError(expected("MultiHeadAttention", "qk_norm_type", repr(qk_norm_type), wanted))
@@ -144,6 +150,7 @@ class MultiHeadAttention(nnx.Module):
 
     def _rehearse(self, x: Any, source: Any, given: Mapping[str, Any]) -> None:
         """Refuse what does not fit before the projections run."""
+        functions.known("MultiHeadAttention", given)
         x, source = as_array("MultiHeadAttention", "x", x), as_array("MultiHeadAttention", "encoded", source)
         for name, value in (("x", x), ("encoded", source)):
             if value.ndim != 3 or value.shape[-1] != self.hidden:

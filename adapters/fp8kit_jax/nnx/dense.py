@@ -8,9 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8kit.arguments import check
+from fp8kit.arguments import check, shown
+from fp8kit.errors import ArgumentError, expected
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import layers, small
+from fp8kit_jax.activations import activation_of
+from fp8kit_jax.arguments import as_array
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.quantizers import QuantizerSet
 from fp8kit_jax.scopes import recipe_in_force
@@ -45,6 +48,13 @@ class _Quantizers(nnx.Module):
         return QuantizerSet(*slots, recipe)
 
 
+def want_rngs(operation: str, rngs: Any, stream: str = "params") -> None:
+    """ArgumentError for what is no ``nnx.Rngs``, or has neither this stream nor a default one."""
+    if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, stream):
+        got = f"one of {', '.join(rngs)}" if isinstance(rngs, nnx.Rngs) else shown(rngs)
+        raise ArgumentError(expected(operation, "rngs", got, f"nnx.Rngs with a stream {stream!r}, or a default one"))
+
+
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, init: Any) -> nnx.Param:
     init = init or nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=tuple(range(1, len(shape))))
     return nnx.Param(init(rngs.params(), shape, dtype))
@@ -66,6 +76,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Any) -> Any:
         """Normalise."""
+        x = as_array("LayerNorm", "x", x)
         return small.layernorm(x, *self.parameters(x.dtype), *self.options)
 
 
@@ -75,6 +86,7 @@ class DenseGeneral(nnx.Module):
     def __init__(self, in_features: int, features: int | Sequence[int], *, rngs: nnx.Rngs, use_bias: bool = True, kernel_init: Any = None,
                  dtype: Any = jnp.float32) -> None:
         check("DenseGeneral", RULES, locals())
+        want_rngs("DenseGeneral", rngs)
         shape = (features,) if isinstance(features, int) else tuple(features)
         self.kernel = _kernel(rngs, (in_features, *shape), dtype, kernel_init)
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
@@ -82,6 +94,7 @@ class DenseGeneral(nnx.Module):
 
     def __call__(self, x: Any, *, return_bias: bool = False) -> Any:
         """``x``: h (..., K). Returns h (..., features), with ``return_bias`` a pair with the bias, which then is not added, or None."""
+        x = as_array("DenseGeneral", "x", x)
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
         return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers(), return_bias=return_bias)
 
@@ -93,6 +106,7 @@ class LayerNormDenseGeneral(DenseGeneral):
                  epsilon: float = 1e-6, layernorm_type: str = "layernorm", zero_centered_gamma: bool = False,
                  dtype: Any = jnp.float32) -> None:
         check("LayerNormDenseGeneral", RULES, locals())
+        want_rngs("LayerNormDenseGeneral", rngs)
         super().__init__(in_features, features, rngs=rngs, use_bias=use_bias, kernel_init=kernel_init, dtype=dtype)
         self.norm = LayerNorm(in_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,
                               dtype=dtype)
@@ -100,6 +114,7 @@ class LayerNormDenseGeneral(DenseGeneral):
     def __call__(self, x: Any, *, return_residual: bool = False) -> Any:
         """``x``: h (..., K). Returns h (..., features), with ``return_residual`` a pair with x itself, for a residual connection to start
         at: see ``fp8kit_jax.layernorm_dense``."""
+        x = as_array("LayerNormDenseGeneral", "x", x)
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
         options = (*self.norm.parameters(x.dtype), bias, *self.norm.options, self.quantizers())
         return layers.layernorm_dense(x, self.kernel[...].astype(x.dtype), *options, return_residual=return_residual)
@@ -117,6 +132,8 @@ class LayerNormMLP(nnx.Module):
                  zero_centered_gamma: bool = False, dtype: Any = jnp.float32,
                  activation_params: Mapping[str, float] | None = None) -> None:
         check("LayerNormMLP", RULES, locals())
+        activation_of("LayerNormMLP", activations, activation_params)
+        want_rngs("LayerNormMLP", rngs)
         self.activations = tuple(activations)
         self.activation_params = None if activation_params is None else tuple(activation_params.items())
         self.norm = LayerNorm(num_features, epsilon=epsilon, layernorm_type=layernorm_type, zero_centered_gamma=zero_centered_gamma,
@@ -131,6 +148,7 @@ class LayerNormMLP(nnx.Module):
     def __call__(self, x: Any, *, return_residual: bool = False, return_bias: bool = False) -> Any:
         """``x``: h (..., H). Returns alike, or a tuple with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which
         then is not added, or None."""
+        x = as_array("LayerNormMLP", "x", x)
         kernels = (self.wi_kernel[...].astype(x.dtype), self.wo_kernel[...].astype(x.dtype))
         biases = [None if b is None else b[...].astype(x.dtype) for b in (self.wi_bias, self.wo_bias)]
         sets = self.quantizers_0(), self.quantizers_1()

@@ -9,10 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import check
+from fp8kit.errors import on_behalf_of
+from fp8kit_jax import attention as functions
 from fp8kit_jax import small
+from fp8kit_jax.activations import activation_of
 from fp8kit_jax.checks import RULES
 from fp8kit_jax.nnx.attention import Dropout, MultiHeadAttention
-from fp8kit_jax.nnx.dense import LayerNormMLP
+from fp8kit_jax.nnx.dense import LayerNormMLP, want_rngs
+
+# arguments of the attention that a layer does not set itself
+_ATTENTION = ("num_gqa_groups", "head_dim", "input_layernorm", "rotary", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
 
 
 class TransformerLayer(nnx.Module):
@@ -27,7 +33,11 @@ class TransformerLayer(nnx.Module):
                  mlp_activations: Sequence[str] = ("gelu",), mlp_activation_params: Mapping[str, float] | None = None,
                  layernorm_type: str = "layernorm", epsilon: float = 1e-6, zero_centered_gamma: bool = False, hidden_dropout: float = 0.0,
                  attention_dropout: float = 0.0, drop_path: float = 0.0, dtype: Any = jnp.float32, **options: Any) -> None:
+        functions.known("TransformerLayer", options, _ATTENTION)
         check("TransformerLayer", RULES, locals() | options)
+        with on_behalf_of("TransformerLayer", activation_params="mlp_activation_params"):
+            activation_of("LayerNormMLP", mlp_activations, mlp_activation_params)
+        want_rngs("TransformerLayer", rngs)
         shared: dict[str, Any] = {"rngs": rngs, "use_bias": use_bias, "layernorm_type": layernorm_type, "epsilon": epsilon,
                                   "zero_centered_gamma": zero_centered_gamma, "dtype": dtype}
         self.attention = MultiHeadAttention(hidden_size, num_attention_heads, attention_dropout=attention_dropout, **shared, **options)
@@ -37,6 +47,7 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x: Any, **given: Any) -> Any:
         """``x``: h (b, s, H); ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention. Returns h like x."""
+        functions.known("TransformerLayer", given)
         x = self._joined(*self.attention(x, return_residual=True, return_bias=True, **given))
         return self._joined(*self.mlp(x, return_residual=True, return_bias=True))
 

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from fp8kit_jax import flax as ff
+from fp8kit_jax import nnx as fn
 
 from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
@@ -57,6 +60,8 @@ REFUSED = {
     "norm: x: got shape (b, 4), expected sizes that are known": lambda: jax.export.export(
         jax.jit(lambda x: fj.rmsnorm(x, jnp.ones(4))))(jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 4), jnp.float32)),
     "gemm: dtype: got int32": lambda: fj.gemm(fj.quantize(X), fj.quantize(X), jnp.int32),
+    "update_collections: new: got 3, expected a mapping": lambda: fj.update_collections(3, {}),
+    "update_collections: original: got [], expected a mapping": lambda: fj.update_collections({}, []),
     "fused_cross_entropy: targets: got 7 among": lambda: fj.fused_cross_entropy(X, jnp.array([0, 7, 1])),
 }
 
@@ -67,6 +72,74 @@ def test_what_is_refused(said):
         REFUSED[said]()
     assert str(caught.value).startswith(said)
     assert isinstance(caught.value, ValueError)
+
+
+def apply(module, *args):
+    """A Flax module, started and called."""
+    return module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *args)
+
+
+H3 = jnp.ones((2, 3, 8))
+LAYER = {"rngs": nnx.Rngs(0)}
+IN_FLAX = {
+    "LayerNorm: x: got 'x', expected an array": lambda: apply(ff.LayerNorm(), "x"),
+    "DenseGeneral: inputs: got 'x', expected an array": lambda: apply(ff.DenseGeneral(8), "x"),
+    "LayerNormDenseGeneral: inputs: got 'x', expected an array": lambda: apply(ff.LayerNormDenseGeneral(8), "x"),
+    "LayerNormMLP: inputs: got 'x', expected an array": lambda: apply(ff.LayerNormMLP(8), "x"),
+    "DotProductAttention: query: got 'x', expected an array": lambda: apply(ff.DotProductAttention(4, 2), "x", "x", "x"),
+    "TransformerLayer: inputs: got 'x', expected an array": lambda: apply(ff.TransformerLayer(8, 8, 2), "x"),
+    "TransformerLayer: encoded: got 'e', expected an array": lambda: apply(
+        ff.TransformerLayer(8, 8, 2, layer_type=ff.TransformerLayerType.DECODER), H3, "e"),
+    "TransformerLayer: encoded: got an array, expected None": lambda: apply(ff.TransformerLayer(8, 8, 2), H3, H3),
+    "TransformerLayer: encoder_decoder_mask: got an array, expected None": lambda: apply(
+        ff.TransformerLayer(8, 8, 2), H3, None, None, jnp.zeros((2, 1, 3, 3), bool)),
+    "DenseGeneral: x: got 'x', expected an array": lambda: fn.DenseGeneral(8, 8, **LAYER)("x"),
+    "LayerNormDenseGeneral: x: got 'x', expected an array": lambda: fn.LayerNormDenseGeneral(8, 8, **LAYER)("x"),
+    "LayerNormMLP: x: got 'x', expected an array": lambda: fn.LayerNormMLP(8, 8, **LAYER)("x"),
+    # at construction
+    "DenseGeneral: rngs: got 0, expected nnx.Rngs": lambda: fn.DenseGeneral(8, 8, rngs=0),
+    "LayerNormMLP: rngs: got None, expected nnx.Rngs": lambda: fn.LayerNormMLP(8, 8, rngs=None),
+    "MultiHeadAttention: rngs: got 0, expected nnx.Rngs": lambda: fn.MultiHeadAttention(8, 2, rngs=0),
+    "TransformerLayer: rngs: got 0, expected nnx.Rngs": lambda: fn.TransformerLayer(8, 8, 2, rngs=0),
+    "TransformerLayer: rngs: got one of dropout, expected nnx.Rngs with a stream 'params'": lambda: fn.TransformerLayer(
+        8, 8, 2, rngs=nnx.Rngs(dropout=0)),
+    "Dropout: rngs: got one of params, expected nnx.Rngs with a stream 'dropout'": lambda: fn.TransformerLayer(
+        8, 8, 2, rngs=nnx.Rngs(params=0), hidden_dropout=0.5),
+    "TransformerLayer: mlp_activations: got ('foo',), expected one of": lambda: fn.TransformerLayer(
+        8, 8, 2, mlp_activations=("foo",), **LAYER),
+    "LayerNormMLP: activations: got ('linear',), expected one of": lambda: fn.LayerNormMLP(8, 8, activations=("linear",), **LAYER),
+    "TransformerLayer: mlp_activation_params: got": lambda: fn.TransformerLayer(8, 8, 2, mlp_activation_params={"limit": 1.0}, **LAYER),
+    "TransformerLayer: attn_mask_type: got 'foo'": lambda: fn.TransformerLayer(8, 8, 2, attn_mask_type="foo", **LAYER),
+    "TransformerLayer: window_size: got 3": lambda: fn.TransformerLayer(8, 8, 2, window_size=3, **LAYER),
+    "TransformerLayer: qkv_format: got 'hdsb'": lambda: fn.TransformerLayer(8, 8, 2, qkv_format="hdsb", **LAYER),
+    "MultiHeadAttention: num_gqa_groups: got 3": lambda: fn.TransformerLayer(8, 8, 2, num_gqa_groups=3, **LAYER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", IN_FLAX)
+def test_what_modules_refuse(said):
+    with pytest.raises(Fp8kitError) as caught:
+        IN_FLAX[said]()
+    assert str(caught.value).startswith(said)
+
+
+def test_options_that_there_are_not():
+    """A TypeError by the name of the class, when a module is made and when it is called; a layer's own children set what it sets."""
+    makes = {"TransformerLayer": lambda **o: fn.TransformerLayer(8, 8, 2, **LAYER, **o),
+             "MultiHeadAttention": lambda **o: fn.MultiHeadAttention(8, 2, **LAYER, **o),
+             "DotProductAttention": lambda **o: fn.DotProductAttention(2, **o)}
+    for name, make in makes.items():
+        for option in ("nope", "dropout_rate", "self_attn_mask_type"):
+            with pytest.raises(TypeError, match=f"^{name}: unexpected argument '{option}'"):
+                make(**{option: 0})
+        inputs = (jnp.ones((2, 3, 2, 4)),) * 3 if name == "DotProductAttention" else (H3,)
+        with pytest.raises(TypeError, match=f"^{name}: unexpected argument 'nope'"):
+            make()(*inputs, nope=1)
+    with pytest.raises(TypeError, match=r"'windowsize'; did you mean window_size\?$"):
+        makes["TransformerLayer"](windowsize=(1, 0))
+    with pytest.raises(TypeError, match=r"^TransformerLayer: unexpected argument 'cross'"):
+        makes["TransformerLayer"](cross=True)
+    assert makes["TransformerLayer"](num_gqa_groups=1, rotary=True, qk_norm_type="RMSNorm", window_size=(1, 0))(H3).shape == H3.shape
 
 
 @pytest.mark.parametrize("values", [[0, 9], [1, 5], [0, 4, 2], [0, -1]])

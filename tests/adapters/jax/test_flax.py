@@ -86,6 +86,7 @@ def test_a_transformer_layer_learns(kind):
     """A random regression with dropout off at measuring: the loss falls by half in 12 steps of Adam, in FP8, the state threaded on."""
     layer = te_flax.TransformerLayer(32, 48, 4, hidden_dropout=0.02, attention_dropout=0.02, **LAYERS[kind])
     x, want, encoded = (jax.random.normal(jax.random.key(i), (2, 8, 32)) for i in range(3))
+    encoded = encoded if kind == "decoder" else None
     with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
         variables = layer.init({"params": jax.random.key(3), "dropout": jax.random.key(4)}, x, encoded)
         other, params = flax.core.pop(variables, "params")
@@ -129,3 +130,38 @@ def test_relative_position_biases_and_masks():
     assert not np.asarray(padded)[1, 5:].any()
     short = te_flax.DotProductAttention(16, 4, attn_mask_type="no_mask").apply({}, q[1:, :5], q[1:, :5], q[1:, :5])
     np.testing.assert_allclose(np.asarray(padded)[1:, :5], np.asarray(short), rtol=0, atol=2.0**-20)
+
+
+CAUSAL = ("causal", "causal_bottom_right", "padding_causal", "causal_padding", "padding_causal_bottom_right")
+
+
+@pytest.mark.parametrize("window", [None, (3, 0), (2, -1)])
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_mask_adds_to_what_a_causal_type_and_a_window_hide(kind, rows, window):
+    """Values of "arbitrary" with all of it in one mask; no row is changed by a token that it may not see."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 4, 16)) for i, n in enumerate((rows, 8, 8)))
+    mask = jnp.zeros((2, 1, 1, 8), bool).at[0, ..., 6:].set(True).at[1, ..., 0].set(True)
+    place = np.arange(rows)[:, None] + (8 - rows if kind.endswith("bottom_right") else 0)
+    hidden = np.arange(8) > place
+    if window is not None:
+        hidden |= np.arange(8) < place - window[0]
+    core = te_flax.DotProductAttention(16, 4, attn_mask_type=kind, window_size=window)
+    whole = te_flax.DotProductAttention(16, 4, attn_mask_type="arbitrary")
+    got, want = core.apply({}, q, k, v, mask=mask), whole.apply({}, q, k, v, mask=mask | hidden)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=2.0**-20)
+    narrow = core.apply({}, q, k, v, mask=jnp.broadcast_to(mask, (2, 1, rows, 8)))
+    assert_same_bits("a mask of every row", np.asarray(narrow), np.asarray(got))
+    other = core.apply({}, q, k.at[:, 5].add(1.0), v.at[:, 5].set(9.0), mask=mask)
+    sees = (np.asarray(got) != np.asarray(other)).any((0, 2, 3))
+    np.testing.assert_array_equal(sees, ~hidden[:, 5])
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_layer_with_a_causal_mask_and_padding_sees_no_later_token(kind):
+    x = jax.random.normal(jax.random.key(1), (2, 8, 32))
+    mask = jnp.broadcast_to(jnp.arange(8) >= 6, (2, 1, 8, 8))
+    layer = te_flax.TransformerLayer(32, 48, 4, self_attn_mask_type=kind, enable_relative_embedding=False)
+    variables = layer.init(jax.random.key(0), x, None, mask, deterministic=True)
+    got, other = (np.asarray(layer.apply(variables, a, None, mask, deterministic=True)) for a in (x, x.at[:, 4].set(3.0)))
+    np.testing.assert_array_equal((got != other).any((0, 2)), np.arange(8) >= 4)
