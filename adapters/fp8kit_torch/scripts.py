@@ -33,8 +33,8 @@ from fp8kit_torch.torch_checkpoint import hook
 Classes = Mapping[type, Callable[..., Any]]
 
 _LIMIT = 64  # kinds of passes of a layer, lengths of batches mostly; beyond so many all are forgotten
-# parameters of a layer of several operations, beyond which the GPU's time is what counts, and gradients that are there early
-_LARGEST = 2**26
+# parameters times rows of a layer of several operations, beyond which the GPU's time is what counts, and gradients that are there early
+_LARGEST = 2**40
 _RNG = -1  # stands for the place of a tensor that is drawn anew
 _PLAIN = (Tensor, Parameter)
 _PLAIN_OPTIONS = (type(None), str, bool)
@@ -276,7 +276,7 @@ def _written(kind: Kind, watch: Watch, x: Tensor, y: Any) -> Script | None:
         saved = len(step.ready.kept) + len(step.ready.saved_apart.apart) + bool(step.ready.saved_apart.parts)
         links.append(_Link(step, part, takes, sources, count, len(outputs), [], saved))  # type: ignore[arg-type]
         count += len(outputs)
-    if places.get(id(y), 0) <= len(kind.parameters) or (len(links) > 1 and sum(p.numel() for p in kind.parameters) > _LARGEST):
+    if places.get(id(y), 0) <= len(kind.parameters) or (len(links) > 1 and _work(kind, x) > _LARGEST):
         return None
     output = places[id(y)]
     last = {output: len(links)} | {place: at for at, link in enumerate(links) for place in range(link.first, link.first + link.outputs)}
@@ -286,6 +286,11 @@ def _written(kind: Kind, watch: Watch, x: Tensor, y: Any) -> Script | None:
             links[at].done.append(place)
     leaves = sorted({source for link in links for source in link.sources if source <= len(kind.parameters)})
     return Script(kind.recipe, kind.kernels, links, output, leaves)
+
+
+def _work(kind: Kind, x: Tensor) -> int:
+    """Parameters times rows, half the operations of the products with weights in a forward pass."""
+    return sum(p.numel() for p in kind.parameters) * (x.numel() // max(1, x.shape[-1]))
 
 
 def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str, tensor: Tensor) -> int | None:

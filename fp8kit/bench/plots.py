@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def breakeven(path: Path, rows: list[Row]) -> None:
                 axes.plot(*zip(*cells, strict=True), marker="o", markersize=3, color=colour, label=f"hidden {size}")
         axes.axhline(1.0, color="0.3", linestyle=":")
         axes.set(xscale="log", yscale="log", xlabel="tokens")
-        axes.set_title(f"{case}\npays from: {pays(rows, case)}", fontsize=8)
+        where = textwrap.fill(f"pays from hidden size at tokens: {pays(rows, case)}", 62)
+        axes.set_title(f"{case}\n{where}", fontsize=7)
         axes.grid(alpha=0.25, which="both")
     panels[0].set_ylabel("time / plain bfloat16")
     panels[0].legend(frameon=False, fontsize=8)

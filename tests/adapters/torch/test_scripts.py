@@ -436,6 +436,16 @@ def test_scripts_hold_no_layer_and_no_parameters(ran):
     assert len(ran) == 2
 
 
+def test_what_the_gpu_takes_long_for_goes_the_plain_way(ran, monkeypatch):
+    ours = layer()
+    numbers = sum(p.numel() for p in ours.parameters())
+    monkeypatch.setattr(scripts, "_LARGEST", 8 * numbers)
+    for rows, runs in ((2, 2), (4, 4), (5, 4)):  # two sequences each
+        for _ in range(3):
+            step(ours, torch.randn(rows, 2, HIDDEN, dtype=torch.bfloat16), None)
+        assert len(ran) == runs
+
+
 def test_a_variable_does_without(ran, monkeypatch):
     monkeypatch.setenv("FP8KIT_REPLAYS", "0")
     ours, x = layer(), torch.randn(7, 2, HIDDEN, dtype=torch.bfloat16)
