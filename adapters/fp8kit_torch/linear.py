@@ -124,7 +124,8 @@ class Linear(LinearBase):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False, *,
                 part: Mapping[str, Any] | None = None) -> Any:
-        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and keeps it, False takes it.
+        """``inp``: h (..., K). ``is_first_microbatch``: None casts the weight at each call; True casts and keeps it, False takes it,
+        whatever the weight is by then.
 
         ``fp8_output``, where FP8 is on: y is a ``QuantizedTensor`` in the forward format, which the next ``Linear`` multiplies as it is;
         anything else sees its values. ``fp8_grad``: so is the gradient of ``inp``, in the backward format; a layer before this one casts

@@ -118,6 +118,13 @@ def same_layer(door, recipe, dtype, bias, device, **options):
     kernels = max(SUMS[device], 0.0 if dtype == "float32" else epsilon(dtype))
     parameters = {name: path for name, path in (PARAMETERS | BIASES | ELSEWHERE).items() if name in dict(native.named_parameters())}
     variables, step = {}, None
+
+    def alike(what, got, value):
+        if recipe is not None:
+            assert_same_bits(what, got, value)
+        else:  # the BLAS may sum a product with (in, out) in another order than one with (out, in)
+            assert relative_error(got, value) <= kernels, what
+
     for number, x in enumerate(batches(device, dtype, shape=(2, 5, WIDTH))):
         y, dx, grads, g = torch_step(ours, ours, recipe, x)
         want_y, want_dx, want = native_step(native, recipe, x, g)
@@ -129,12 +136,12 @@ def same_layer(door, recipe, dtype, bias, device, **options):
             if step is None:
                 variables, step = started(DOORS[door], native, parameters, which, numpy_of(x), bias, options)
             found_y, (found, found_dx) = step(variables, numpy_of(x), numpy_of(g))
-        assert_same_bits(f"step {number}: y", np.asarray(found_y), want_y.numpy())
-        assert_same_bits(f"step {number}: dx", np.asarray(found_dx), want_dx.numpy())
+        alike(f"step {number}: y", np.asarray(found_y), want_y.numpy())
+        alike(f"step {number}: dx", np.asarray(found_dx), want_dx.numpy())
         for name, paths in parameters.items():
             got, value = np.asarray(found[paths[which]]), want[name].numpy()
             if value.ndim == 1:
-                assert_same_bits(f"step {number}: {name}", got.reshape(-1), value)
+                alike(f"step {number}: {name}", got.reshape(-1), value)
             else:
                 assert relative_error(got, value.T.reshape(got.shape)) <= kernels, f"step {number}: {name}"
         variables = variables | {path: value for path, value in found.items() if path.startswith("fp8/")}
