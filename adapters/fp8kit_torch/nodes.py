@@ -129,32 +129,29 @@ class _One(torch.autograd.Function):
 _one_once = torch.autograd.function.once_differentiable(_One.backward)
 
 
-class Watch(NamedTuple):
-    """What a thread's operations did, in order: step, inputs, outputs (``scripts``)."""
-
-    seen: list[tuple[Step, Sequence[Tensor], Sequence[Tensor]]]
+Seen = list[tuple[Step, Sequence[Tensor], Sequence[Tensor]]]  # what operations did, in order: step, inputs, outputs
 
 
 class _Here(threading.local):
-    watch: Watch | None = None
+    seen: Seen | None = None
 
 
 _here = _Here()
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
-    """Context manager: watches what this thread's operations that go into the graph do within."""
-    before, _here.watch = _here.watch, Watch([])
+def watched() -> Iterator[Seen]:
+    """Context manager: what this thread's operations that go into the graph do within (``scripts``)."""
+    before, _here.seen = _here.seen, []
     try:
-        yield _here.watch
+        yield _here.seen
     finally:
-        _here.watch = before
+        _here.seen = before
 
 
 def run_step(step: Step, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The outputs of a step, those that are inputs last, in the graph."""
     outputs: Sequence[Tensor] = _One.apply(step, *tensors)
-    if _here.watch is not None:
-        _here.watch.seen.append((step, tensors, outputs))
+    if _here.seen is not None:
+        _here.seen.append((step, tensors, outputs))
     return outputs

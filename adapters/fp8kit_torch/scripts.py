@@ -9,8 +9,7 @@ from anywhere else makes no script, and hooks, other classes and wrappers' param
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from fp8kit_torch import recompute
 from fp8kit_torch.arguments import autocast_dtype
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.memory import KINDS, place_of
-from fp8kit_torch.nodes import NO_STATE, Step, Watch, watched
+from fp8kit_torch.nodes import NO_STATE, Seen, Step, watched
 from fp8kit_torch.torch_checkpoint import hook
 
 Classes = Mapping[type, Callable[..., Any]]
@@ -63,11 +62,7 @@ def by_script(layer: Any, own: type, classes: Classes, x: Any, options: Sequence
     if kind is None:
         return plain()
     y = scripts.run(kind, x)
-    if y is None:
-        with scripts.watching(kind, x) as made:
-            y = plain()
-            made.append(y)
-    return y
+    return scripts.watch(kind, x, plain) if y is None else y
 
 
 def kind_of(layer: Any, classes: Classes, x: Any, options: Iterable[Any]) -> Kind | None:
@@ -243,28 +238,25 @@ class Scripts:
         script = self.known.get(kind.key)
         return script.run(kind, x) if script is not None and script.fits(kind) else None
 
-    @contextmanager
-    def watching(self, kind: Kind, x: Tensor) -> Iterator[list[Any]]:
-        """Context manager around a pass the plain way, whose output is put into the list: afterwards there is a script for its like."""
-        made: list[Any] = []
-        script = self.known.get(kind.key)
-        if script is None and kind.key in self.known:
-            yield made
-            return
-        with watched() as watch:
-            yield made
+    def watch(self, kind: Kind, x: Tensor, plain: Callable[[], Any]) -> Any:
+        """``plain()``, such a pass the plain way: afterwards there is a script for its like, if there can be one."""
+        if self.known.get(kind.key, kind) is None:
+            return plain()
+        with watched() as seen:
+            y = plain()
         if len(self.known) >= _LIMIT:
             self.known.clear()
-        self.known[kind.key] = _written(kind, watch, x, made[0])
+        self.known[kind.key] = _written(kind, seen, x, y)
+        return y
 
 
-def _written(kind: Kind, watch: Watch, x: Tensor, y: Any) -> Script | None:
+def _written(kind: Kind, seen: Seen, x: Tensor, y: Any) -> Script | None:
     """The script of a pass that was watched; None where there can be none."""
     wired = {id(part._wired[2]): at for at, part in enumerate(kind.parts) if getattr(part, "_wired", None) is not None}
     places = {id(tensor): at for at, tensor in enumerate((x, *kind.parameters))}
     count = 1 + len(kind.parameters)
     links: list[_Link] = []
-    for step, tensors, outputs in watch.seen:
+    for step, tensors, outputs in seen:
         named = zip(step.ready.inputs, tensors, strict=True)
         takes = [_place(places, kind.parameters, name, tensor) for (name, _, _), tensor in named]
         sources = [takes[i] for i in step.ready.wanted if takes[i] is not None]
@@ -306,6 +298,3 @@ def _place(places: Mapping[int, int], parameters: Sequence[Parameter], name: str
     alike = [at for at, p in enumerate(parameters, 1)
              if p.data_ptr() == tensor.data_ptr() and p.shape == tensor.shape and p.dtype == tensor.dtype]  # fmt: skip
     return alike[0] if len(alike) == 1 and tensor.numel() else None
-
-
-__all__ = ["Kind", "Script", "Scripts", "by_script", "kind_of"]
