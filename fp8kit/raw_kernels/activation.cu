@@ -1,15 +1,36 @@
 // functions: act_fwd, act_bwd
-// variants: ACT=gelu,qgelu,relu,silu,srelu,geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16
+// variants: ACT=gelu,qgelu,relu,silu,srelu,geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16; TILES=mixed
+// variants: ACT=gelu,qgelu,relu,silu,geglu,glu,qgeglu,reglu,sreglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2
 //
 // y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either orientation, or both, with amax and column sums, in one pass.
 //
 // A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8 columns of a tile: 16-byte reads,
 // 8 neighbouring codes of q a write; the transposed codes are turned in registers and pass through shared memory, so that q_t is written
-// 64 bytes a row. Elements outside x are read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there.
+// 64 bytes a row. Elements outside x are read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there. TILES=e4m3,
+// e5m2: only whole tiles of aligned arrays, wanted as codes of that format in both orientations and nothing else; nothing is asked there.
 
 #include "rows.cuh"
 
 constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, THREADS = 256;
+
+struct mixed;
+template <typename A, typename B> struct Same { static constexpr bool value = false; };
+template <typename A> struct Same<A, A> { static constexpr bool value = true; };
+constexpr bool WHOLE = !Same<TILES, mixed>::value;
+
+// Of tiles, in forward: whichever leaves enough registers to its kernels.
+template <int BYTES> struct IndexOf { typedef i64 type; };
+template <> struct IndexOf<4> { typedef i32 type; };
+typedef IndexOf<sizeof(T)>::type Index;
+
+// What is known of a cast, told to the compiler.
+DEVICE Cast known(Cast cast) {
+  if (WHOLE) {
+    __builtin_assume(cast.q != nullptr && cast.q_t != nullptr);
+    cast.is_e5m2 = Same<TILES, e5m2>::value;
+  }
+  return cast;
+}
 
 // 2**x within 2 ulp, 1 / x within 1 ulp. Flushing the subnormal results is harmless: here they are added to 1, or multiply a number
 // of moderate size.
@@ -114,7 +135,7 @@ constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column
 #if __CUDA_ARCH__ < 900
 constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 2;
 #else
-constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 4 - PARTS;
+constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : PARTS == 1 ? 3 : __CUDA_ARCH__ == 900 ? 2 : 1;
 #endif
 constexpr int FWD_BLOCKS = sizeof(T) == 4 || PARTS == 2 ? 2 : 4;
 
@@ -125,8 +146,8 @@ struct Place {
 
 DEVICE Place place(i64 row_tile, i64 column_tile) {
   Place at;
-  at.tile_row = row_tile * TILE_ROWS;
-  at.tile_column = column_tile * TILE_COLUMNS;
+  at.tile_row = (i64)row_tile * TILE_ROWS;
+  at.tile_column = (i64)column_tile * TILE_COLUMNS;
   at.row = at.tile_row + threadIdx.x / 16 * 4;
   at.column = at.tile_column + threadIdx.x % 16 * 8;
   return at;
@@ -138,7 +159,8 @@ constexpr int TILE_WORDS = 16 * 132;
 
 // The tile's codes into q and q_t, `shift` columns to the right; columns of the output from `end` on belong to others. All threads call.
 DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& at, i64 shift, i64 q_end, i64 t_end, u32* tile) {
-  write_q(cast, codes, at.row, shift + at.column, q_end, rows_aligned<8>(cast.q + shift, cast.q_stride));
+  const bool wide_q = rows_aligned<8>(cast.q + shift, cast.q_stride);
+  if (cast.q != nullptr) write_q<WHOLE>(cast.q, cast.q_stride, codes, at.row, shift + at.column, cast.q_rows, q_end, wide_q);
   if (cast.q_t == nullptr) return;
   u32 columns[8];
   transpose_codes(codes, columns);
@@ -146,15 +168,17 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
 #pragma unroll
   for (int j = 0; j < 8; ++j) tile[threadIdx.x % 16 * 132 + j * 16 + threadIdx.x / 16] = columns[j];
   __syncthreads();
-  const bool wide = rows_aligned<16>(cast.q_t, cast.t_stride);
+  const int rows = threadIdx.x % 4 * 16;
+  const i64 to_column = at.tile_row + rows;
+  const int left = WHOLE ? 16 : (int)min64(cast.t_columns - to_column, 16);
+  const bool wide = WHOLE || rows_aligned<16>(cast.q_t, cast.t_stride);
 #pragma unroll
-  for (int i = threadIdx.x; i < TILE_COLUMNS * 4; i += THREADS) {
-    const int column = i / 4, rows = i % 4 * 16;
-    const i64 to_row = shift + at.tile_column + column, to_column = at.tile_row + rows;
-    if (to_row >= t_end) continue;
+  for (int turn = 0; turn < TILE_COLUMNS * 4 / THREADS; ++turn) {
+    const int column = threadIdx.x / 4 + turn * (THREADS / 4);
+    const i64 to_row = shift + at.tile_column + column;
+    if (!WHOLE && to_row >= t_end) break;
     u32 words[4];
     load_codes<16>(reinterpret_cast<const u8*>(tile + column / 8 * 132 + column % 8 * 16 + rows / 4), words);
-    const int left = (int)min64(cast.t_columns - to_column, 16);
     write_codes<16>(cast.q_t + to_row * cast.t_stride + to_column, left, wide, words);
   }
 }
@@ -162,31 +186,33 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
 // x: (M, PARTS * F), y: (M, F).
 extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS)
 act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
-        f64 alpha, f64 offset, Cast cast) {
+        f64 alpha, f64 offset, Cast given) {
   const Params params{(float)limit, (float)alpha, (float)offset};
+  const Cast cast = known(given);
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
-  const i64 column_tile = blockIdx.x % column_tiles, first_tile = blockIdx.x / column_tiles * tiles;
+  const Index column_tile = blockIdx.x % (u32)column_tiles, first_tile = (Index)(blockIdx.x / (u32)column_tiles) * (Index)tiles;
+  const Index end_tile = first_tile + (Index)tiles;
   const i64 width = PARTS * F;
-  const bool wide = rows_aligned<16>(x, width) && rows_aligned<16>(x, F), wide_y = rows_aligned<16>(y, F);
+  const bool wide = WHOLE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)), wide_y = rows_aligned<16>(y, F);
   const float scale = cast_scale(cast);
-  const int valid = columns_left(place(0, column_tile).column, F);
+  const int valid = WHOLE ? 8 : columns_left(place(0, column_tile).column, F);
   float shifts[PARTS][8];
 #pragma unroll
   for (int p = 0; p < PARTS; ++p)
     floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid, rows_aligned<16>(bias, p * F), shifts[p]);
-  float amax = 0.0f;
+  Peak<T> peak;
 
   Eight<T> in[PARTS][4];  // of the tile; where a row has been used, the same row of the next tile is fetched
-  const auto fetch = [&](int k, i64 t) {
+  const auto fetch = [&](int k, Index t) {
     const Place at = place(t, column_tile);
-    const int here = t < first_tile + tiles && at.row + k < M ? valid : 0;
+    const int here = t < end_tile && (WHOLE || at.row + k < M) ? valid : 0;
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
   };
 #pragma unroll
   for (int k = 0; k < 4; ++k) fetch(k, first_tile);
-  for (i64 t = first_tile; t < first_tile + tiles; ++t) {
+  for (Index t = first_tile; t < end_tile; ++t) {
     const Place at = place(t, column_tile);
     u32 codes[4][2];
 #pragma unroll
@@ -196,34 +222,38 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
       for (int j = 0; j < 8; ++j) {
         v[j] = ACT::value(value(in[0][k], j) + shifts[0][j], params);
         if (PARTS == 2) v[j] *= ACT::factor(value(in[PARTS - 1][k], j) + shifts[PARTS - 1][j], params);
-        v[j] = at.row + k < M ? v[j] : 0.0f;
       }
       fetch(k, t + 1);
-      const Eight<T> out = rounded8<T>(v);
-      if (y != nullptr && at.row + k < M) write8(y + (at.row + k) * F + at.column, valid, wide_y, out);
+      const bool there = WHOLE || at.row + k < M;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) amax = amax_of(amax, value(out, j));
+      for (int j = 0; j < 8; ++j) v[j] = there ? v[j] : 0.0f;
+      const Eight<T> out = rounded8<T>(v);
+      if (!WHOLE && y != nullptr && there) write8(y + (at.row + k) * F + at.column, valid, wide_y, out);
+      peak.add(out);
       if (cast.wanted()) encode8(cast, out, scale, codes[k]);
     }
     if (cast.wanted()) write_tile(cast, codes, at, 0, cast.q_columns, cast.t_rows, tile);
   }
-  block_amax(cast.amax, amax, shared);
+  block_amax(cast.amax, peak.amax(), shared);
 }
 
 // dy: (M, F), x and dx: (M, PARTS * F). partial: float32 (row blocks, PARTS * F), the column sums of each block's rows, or null.
 extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS)
 act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
-        f64 alpha, f64 offset, Cast cast) {
+        f64 alpha, f64 offset, Cast given) {
+  constexpr bool SURE = WHOLE && PARTS == 1;  // a gated one's registers do not allow it
   const Params params{(float)limit, (float)alpha, (float)offset};
+  const Cast cast = known(given);
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
   __shared__ float sums_of_warps[THREADS / 32][TILE_COLUMNS];
-  const i64 column_tile = blockIdx.x % column_tiles, row_block = blockIdx.x / column_tiles, first_tile = row_block * tiles;
+  const i32 column_tile = blockIdx.x % (u32)column_tiles, row_block = blockIdx.x / (u32)column_tiles;
+  const i32 first_tile = row_block * (i32)tiles, end_tile = first_tile + (i32)tiles;
   const i64 width = PARTS * F;
-  const bool wide = rows_aligned<16>(x, width) && rows_aligned<16>(x, F), wide_dy = rows_aligned<16>(dy, F);
+  const bool wide = SURE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)), wide_dy = SURE || rows_aligned<16>(dy, F);
   const bool wide_dx = rows_aligned<16>(dx, width) && rows_aligned<16>(dx, F);
   const float scale = cast_scale(cast);
-  const int valid = columns_left(place(0, column_tile).column, F);
+  const int valid = SURE ? 8 : columns_left(place(0, column_tile).column, F);
   float shifts[PARTS][8], sums[PARTS][8];
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) {
@@ -231,15 +261,15 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[p][j] = 0.0f;
   }
-  float amax = 0.0f;
+  Peak<T> peak;
 
-  for (i64 t = first_tile; t < first_tile + tiles; ++t) {
+  for (i32 t = first_tile; t < end_tile; ++t) {
     const Place at = place(t, column_tile);
     Eight<T> in[PARTS][4], up[4];
     u32 codes[PARTS][4][2];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int here = at.row + k < M ? valid : 0;
+      const int here = SURE || at.row + k < M ? valid : 0;
       up[k] = read8(dy + (at.row + k) * F + at.column, here, wide_dy);
 #pragma unroll
       for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
@@ -260,15 +290,12 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
       }
 #pragma unroll
       for (int p = 0; p < PARTS; ++p) {
+        const bool there = SURE || at.row + k < M;
+        const Eight<T> out = there ? rounded8<T>(d[p]) : Eight<T>{};
+        if (!SURE && dx != nullptr && there) write8(dx + (at.row + k) * width + p * F + at.column, valid, wide_dx, out);
+        peak.add(out);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) d[p][j] = at.row + k < M ? d[p][j] : 0.0f;
-        const Eight<T> out = rounded8<T>(d[p]);
-        if (dx != nullptr && at.row + k < M) write8(dx + (at.row + k) * width + p * F + at.column, valid, wide_dx, out);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          amax = amax_of(amax, value(out, j));
-          sums[p][j] += value(out, j);
-        }
+        for (int j = 0; j < 8; ++j) sums[p][j] += value(out, j);
         if (cast.wanted()) encode8(cast, out, scale, codes[p][k]);
       }
     }
@@ -280,8 +307,8 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
       }
     }
   }
-  block_amax(cast.amax, amax, shared);
-  if (partial == nullptr || first_tile * TILE_ROWS >= M) return;
+  block_amax(cast.amax, peak.amax(), shared);
+  if (partial == nullptr || (i64)first_tile * TILE_ROWS >= M) return;
 
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) {  // over the warp's two rows of threads, then over the warps
@@ -292,7 +319,7 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
       if (threadIdx.x % 32 < 16) sums_of_warps[threadIdx.x / 32][threadIdx.x % 16 * 8 + j] = sum;
     }
     __syncthreads();
-    const i64 column = column_tile * TILE_COLUMNS + threadIdx.x;
+    const i64 column = (i64)column_tile * TILE_COLUMNS + threadIdx.x;
     if (threadIdx.x < TILE_COLUMNS && column < F) {
       float sum = 0.0f;
 #pragma unroll

@@ -2,22 +2,30 @@
 //
 // functions: amax_tensor, amax_tiles, amax_many, column_sums
 // variants: T=f32,bf16,f16,f64
-#include "common.cuh"
+#include "rows.cuh"
+
+constexpr int AHEAD = 4;  // times eight elements that a thread has under way
+
+// The largest magnitude of x[start] ... x[end - 1]; thread `at` of `count` takes every count-th eight.
+DEVICE float amax_of_range(const T* x, i64 start, i64 end, i64 at, i64 count) {
+  const i64 eights = rows_aligned<16>(x + start, 0) ? (end - start) / 8 : 0;
+  Peak<T> peak;
+  for (i64 i = at; i < eights; i += count * AHEAD) {
+    Eight<T> in[AHEAD];
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) in[k] = i + k * count < eights ? read8(x + start + (i + k * count) * 8, 8, true) : Eight<T>{};
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k) peak.add(in[k]);
+  }
+  float most = peak.amax();
+  for (i64 i = start + eights * 8 + at; i < end; i += count) most = amax_of(most, to_float(x[i]));
+  return most;
+}
 
 // amax[0] = max(amax[0], max|x|) over n elements that lie together.
 extern "C" __global__ void __launch_bounds__(256) amax_tensor(const T* x, float* amax, i64 n) {
   __shared__ float shared[32];
-  constexpr int W = 16 / sizeof(T) * 2;
-  float top = 0.0f;
-  const i64 whole = reinterpret_cast<u64>(x) % 16 ? 0 : n / W;
-  for (i64 i = first(); i < whole; i += step()) {
-    float v[W];
-    load<W>(x + i * W, v);
-#pragma unroll
-    for (int j = 0; j < W; ++j) top = amax_of(top, v[j]);
-  }
-  for (i64 i = whole * W + first(); i < n; i += step()) top = amax_of(top, to_float(x[i]));
-  block_amax(amax, top, shared);
+  block_amax(amax, amax_of_range(x, 0, n, first(), step()), shared);
 }
 
 // amax[i, j] over tiles of tile_rows x tile_columns. A warp takes `chunk` rows of one tile at a time.
@@ -64,20 +72,9 @@ struct AmaxTable {
 // amax[t][0] = max(amax[t][0], max|x[t]|); a block takes AMAX_PIECE elements of one tensor.
 extern "C" __global__ void __launch_bounds__(256) amax_many(i64 count, const __grid_constant__ AmaxTable table) {
   __shared__ float shared[32];
-  constexpr int W = 16 / sizeof(T) * 2;
   const int t = tensor_of(table.first, count);
-  const T* x = table.x[t];
   const i64 start = (i64)(blockIdx.x - table.first[t]) * AMAX_PIECE, end = min64(start + AMAX_PIECE, table.size[t]);
-  const bool wide = rows_aligned<16>(x, 0);
-  float top = 0.0f;
-  for (i64 i = start + threadIdx.x * W; i < end; i += 256 * W) {
-    float v[W];
-    if (wide && i + W <= end) load<W>(x + i, v);
-    else load_some<W>(x + i, end - i, v);
-#pragma unroll
-    for (int j = 0; j < W; ++j) top = amax_of(top, v[j]);
-  }
-  block_amax(table.amax[t], top, shared);
+  block_amax(table.amax[t], amax_of_range(table.x[t], start, end, threadIdx.x, 256), shared);
 }
 
 // out[c] = sum over parts of partials[part][c], in a fixed order, rounded once. Blocks of 32 columns x 8.

@@ -137,11 +137,17 @@ DEVICE void atomic_amax(float* to, float amax) {
   if (amax > 0.0f) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
 }
 
-// The block's amax into *to (nothing where `to` is null), one atomic a block. `shared`: 32 floats.
+// The block's amax, of numbers that are not negative, into *to (nothing where `to` is null), one atomic a block. `shared`: 32 floats that no
+// thread reads any more.
 DEVICE void block_amax(float* to, float amax, float* shared) {
   if (to == nullptr) return;
-  amax = block_max(amax, shared);
-  if (thread_rank() == 0) atomic_amax(to, amax);
+  const u32 rank = thread_rank(), warps = (block_threads() + 31) / 32;
+  u32 bits = __reduce_max_sync(~0u, __float_as_uint(amax));
+  if (rank % 32 == 0) shared[rank / 32] = __uint_as_float(bits);
+  __syncthreads();
+  if (rank >= 32) return;
+  bits = __reduce_max_sync(~0u, rank < warps ? __float_as_uint(shared[rank]) : 0u);
+  if (rank == 0) atomic_amax(to, __uint_as_float(bits));
 }
 
 // --- small arithmetic ------------------------------------------------------------------------------------------------------

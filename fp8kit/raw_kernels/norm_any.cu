@@ -44,7 +44,7 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
   const bool wide_weight = rows_aligned<16>(weight, 0), wide_bias = rows_aligned<16>(bias, 0), wide_y = rows_aligned<16>(y, N);
   const bool wide_q = rows_aligned<8>(cast.q, cast.q_stride), wide_t = rows_aligned<4>(cast.q_t, cast.t_stride);
   const u32 fours = (u32)rows / 4, places = (u32)(ceil_div(columns, 8) * fours);
-  float amax = 0.0f;
+  Peak<T> peak;
   for (u32 i = thread_rank(); i < places; i += block_threads()) {
     const int r = (int)(i % fours) * 4;
     const i64 row = row0 + r, column = (i64)(i / fours) * 8;
@@ -66,11 +66,10 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
         out = rounded8<T>(v);
       }
       if (y != nullptr && here) write8(y + (row + k) * N + column, here, wide_y, out);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) amax = amax_of(amax, value(out, j));
+      peak.add(out);
       if (cast.wanted()) encode8(cast, out, scale, codes[k]);
     }
-    write_q(cast, codes, row, column, cast.q_columns, wide_q);
+    if (cast.q != nullptr) write_q<false>(cast.q, cast.q_stride, codes, row, column, cast.q_rows, cast.q_columns, wide_q);
     if (cast.q_t != nullptr) {
       u32 turned[8];
       transpose_codes(codes, turned);
@@ -80,7 +79,7 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
         if (column + j < cast.t_rows) write_codes<4>(cast.q_t + (column + j) * cast.t_stride + row, left, wide_t, {turned[j]});
     }
   }
-  block_amax(cast.amax, amax, maxima);
+  block_amax(cast.amax, peak.amax(), maxima);
 }
 
 // As norm_bwd.cu's, a row a block: it is read twice, and the sums of the block's rows grow in `partial` itself.

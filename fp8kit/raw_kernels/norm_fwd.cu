@@ -64,7 +64,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
     }
   }
   const float scale = cast_scale(cast);
-  float amax = 0.0f;
+  Peak<T> peak;
   __syncthreads();
 
   for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -100,10 +100,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
         const Eight<T> out = normalized8(in[v], s, g, b);
         in[v] = read8(from + chunk * 8, next < end && chunk < whole ? 8 : 0, true);
         if (y != nullptr && there) write8(to + chunk * 8, 8, true, out);
-        if (cast.amax != nullptr && there) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) amax = amax_of(amax, value(out, j));
-        }
+        if (there) peak.add(out);
         if (cast.wanted()) {
           u32 codes[2];
           encode8(cast, out, scale, codes);
@@ -125,5 +122,5 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
       __syncthreads();
     }
   }
-  block_amax(cast.amax, amax, maxima);
+  block_amax(cast.amax, peak.amax(), maxima);
 }

@@ -2,7 +2,7 @@
 //
 // functions: quantize_fp8, dequantize_fp8, quantize_transpose, quantize_transpose_many
 // variants: T=f32,bf16,f16; FORMAT=e4m3,e5m2
-#include "fp8.cuh"
+#include "rows.cuh"
 
 constexpr int V = 16;  // elements a thread takes at a time in the flat kernels: one 16-byte access of codes
 
@@ -79,99 +79,113 @@ extern "C" __global__ void __launch_bounds__(256) dequantize_fp8(const u8* q, T*
 
 constexpr int ROWS = 128, COLUMNS = 64;  // a block's tile; a thread takes 4 rows of 8 columns
 
-// Tile `tile`, tiles across first, of a cast by a block of 256 threads: x (rows, columns) into q (padded_rows, padded_columns; rows q_stride
-// apart) and q_t (padded_columns, padded_rows; rows qt_stride apart), either may be null; zero codes beyond x. amax may be null. partials:
-// null, or float [tiles down][columns], written with each tile's column sums.
-DEVICE void cast_tile(u32 tile, const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv, float* amax, float* partials, i64 rows,
-                      i64 columns, i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride) {
-  __shared__ uint4 turned[COLUMNS][ROWS / 16];  // q_t's tile, 16 rows of x an entry, entries of column c at place ^ (c / 8)
-  __shared__ float sums[8][COLUMNS];
-  __shared__ float shared[32];
-  const i64 across = padded_columns ? ceil_div(padded_columns, COLUMNS) : 1;
-  const i64 top_row = tile / across * ROWS, left = tile % across * COLUMNS;
+// x (rows, columns) into q (padded_rows, padded_columns; rows q_stride apart) and q_t (padded_columns, padded_rows; rows qt_stride apart),
+// either may be null; zero codes beyond x. amax may be null. partials: null, or float [tiles down][columns], written with each tile's
+// column sums.
+struct Job {
+  const T* x;
+  u8 *q, *q_t;
+  const float* scale;
+  float *scale_inv, *amax, *partials;
+  i64 rows, columns, padded_rows, padded_columns, q_stride, qt_stride;
+};
+
+struct Room {
+  uint4 turned[COLUMNS][ROWS / 16];  // q_t's tile, 16 rows of x an entry, entries of column c at place ^ (c / 8)
+  float sums[8][COLUMNS];
+  float maxima[32];
+};
+
+// The tile whose first element is (top_row, left), by a block of 256 threads. WHOLE: all of it is there, in x, q and q_t, and aligned.
+template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 left, Room& room) {
   const u32 warp = threadIdx.x / 32, group = threadIdx.x % 8, quad = threadIdx.x / 8;
   const i64 row = top_row + 4 * quad, column = left + 8 * group;
-  const float s = *scale;
-  if (tile == 0 && threadIdx.x == 0) *scale_inv = __fdiv_rn(1.0f, s);
+  const int valid = WHOLE ? 8 : columns_left(column, job.columns);
+  const bool wide = WHOLE || rows_aligned<16>(job.x, job.columns);
 
-  // all loads first, so that they are under way together
-  const bool wide = rows_aligned<16>(x, columns) && column + 8 <= columns;
-  alignas(16) T raw[4][8];
+  Eight<T> in[4];  // all loads first, so that they are under way together
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const T* from = x + (row + r) * columns + column;
-    if (wide && row + r < rows) {
-      load_bytes<8 * sizeof(T)>(from, raw[r]);
-    } else {
-#pragma unroll
-      for (int c = 0; c < 8; ++c) raw[r][c] = row + r < rows && column + c < columns ? from[c] : from_float<T>(0.0f);
-    }
-  }
+  for (int r = 0; r < 4; ++r)
+    in[r] = read8(job.x + (row + r) * job.columns + column, WHOLE || row + r < job.rows ? valid : 0, wide);
+  const float scale = *job.scale;
 
-  float high = 0.0f, total[8] = {};
+  Peak<T> peak;
+  float total[8] = {};
   u32 words[4][2];
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     float v[8];
+    peak.add(in[r]);
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float value = to_float(raw[r][c]);
-      high = amax_of(high, value);
-      total[c] += value;
-      v[c] = row + r < rows && column + c < columns ? value * s : 0.0f;
+    for (int c = 0; c < 8; ++c) v[c] = value(in[r], c);
+    if (job.partials != nullptr) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) total[c] += v[c];
     }
+#pragma unroll
+    for (int c = 0; c < 8; ++c) v[c] = WHOLE || (row + r < job.rows && c < valid) ? v[c] * scale : 0.0f;
     encode_words<FORMAT>(v, words[r]);
-    if (q != nullptr && row + r < padded_rows) {
-      u8* to = q + (row + r) * q_stride + column;
-      if (rows_aligned<8>(q, q_stride) && column + 8 <= padded_columns) store_codes<8>(to, words[r]);
-      else store_codes_some<8>(to, padded_columns - column, words[r]);
-    }
   }
+  const bool wide_q = rows_aligned<8>(job.q, job.q_stride);
+  if (job.q != nullptr) write_q<WHOLE>(job.q, job.q_stride, words, row, column, job.padded_rows, job.padded_columns, wide_q);
 
-  if (q_t != nullptr) {
-    u32* place = reinterpret_cast<u32*>(turned);
+  if (job.q_t != nullptr) {
+    u32* place = reinterpret_cast<u32*>(room.turned);
     u32 lines[8];
     transpose_codes(words, lines);
 #pragma unroll
     for (int c = 0; c < 8; ++c) place[(8 * group + c) * (ROWS / 4) + (((quad / 4) ^ group) * 4 + quad % 4)] = lines[c];
     __syncthreads();
+    const u32 entry = threadIdx.x % (ROWS / 16);
+    const i64 to_column = top_row + 16 * entry;
+    const int left_over = WHOLE ? 16 : (int)max64(0, min64(job.padded_rows - to_column, 16));
+    const bool wide_t = WHOLE || rows_aligned<16>(job.q_t, job.qt_stride);
 #pragma unroll
     for (int turn = 0; turn < COLUMNS * (ROWS / 16) / 256; ++turn) {
-      const u32 at = threadIdx.x + 256 * turn, line = at / (ROWS / 16), entry = at % (ROWS / 16);
-      const uint4 codes = turned[line][entry ^ (line / 8)];
-      const u32 sixteen[4] = {codes.x, codes.y, codes.z, codes.w};
-      const i64 to_row = left + line, to_column = top_row + 16 * entry;
-      if (to_row < padded_columns && to_column < padded_rows) {
-        u8* to = q_t + to_row * qt_stride + to_column;
-        if (rows_aligned<16>(q_t, qt_stride) && to_column + 16 <= padded_rows) store_codes<16>(to, sixteen);
-        else store_codes_some<16>(to, padded_rows - to_column, sixteen);
-      }
+      const u32 line = threadIdx.x / (ROWS / 16) + 256 / (ROWS / 16) * turn;
+      const uint4 codes = room.turned[line][entry ^ (line / 8)];
+      if (WHOLE || left + line < job.padded_columns)
+        write_codes<16>(job.q_t + (left + line) * job.qt_stride + to_column, left_over, wide_t, {codes.x, codes.y, codes.z, codes.w});
     }
   }
 
-  if (partials != nullptr) {
+  if (job.partials != nullptr) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       total[c] += __shfl_xor_sync(~0u, total[c], 8);
       total[c] += __shfl_xor_sync(~0u, total[c], 16);
-      if (threadIdx.x % 32 < 8) sums[warp][8 * group + c] = total[c];
+      if (threadIdx.x % 32 < 8) room.sums[warp][8 * group + c] = total[c];
     }
     __syncthreads();
-    if (threadIdx.x < COLUMNS && left + threadIdx.x < columns && top_row < rows) {
+    if (threadIdx.x < COLUMNS && left + threadIdx.x < job.columns && top_row < job.rows) {
       float sum = 0.0f;
 #pragma unroll
-      for (int w = 0; w < 8; ++w) sum += sums[w][threadIdx.x];
-      partials[tile / across * columns + left + threadIdx.x] = sum;
+      for (int w = 0; w < 8; ++w) sum += room.sums[w][threadIdx.x];
+      job.partials[top_row / ROWS * job.columns + left + threadIdx.x] = sum;
     }
   }
-  block_amax(amax, high, shared);
+  block_amax(job.amax, peak.amax(), room.maxima);
+}
+
+// Tile `tile` of a cast, tiles across first.
+DEVICE void cast_one(const Job& job, u32 tile) {
+  __shared__ Room room;
+  const u32 across = job.padded_columns ? (u32)ceil_div(job.padded_columns, COLUMNS) : 1;
+  const i64 top_row = (i64)(tile / across) * ROWS, left = (i64)(tile % across) * COLUMNS;
+  if (tile == 0 && threadIdx.x == 0) *job.scale_inv = __fdiv_rn(1.0f, *job.scale);
+  const bool whole = top_row + ROWS <= job.rows && left + COLUMNS <= job.columns && rows_aligned<16>(job.x, job.columns) &&
+                     rows_aligned<8>(job.q, job.q_stride) && rows_aligned<16>(job.q_t, job.qt_stride);
+  if (whole)
+    cast_tile<true>(job, top_row, left, room);
+  else
+    cast_tile<false>(job, top_row, left, room);
 }
 
 // A one-dimensional grid, a block a tile.
 extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv,
                                                                      float* amax, float* partials, i64 rows, i64 columns,
                                                                      i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride) {
-  cast_tile(blockIdx.x, x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride, qt_stride);
+  cast_one({x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride, qt_stride}, blockIdx.x);
 }
 
 constexpr int CAST_TENSORS = 48;
@@ -190,6 +204,7 @@ struct CastTable {
 // The same for a list of matrices.
 extern "C" __global__ void __launch_bounds__(256) quantize_transpose_many(i64 count, const __grid_constant__ CastTable table) {
   const int t = tensor_of(table.first, count);
-  cast_tile(blockIdx.x - table.first[t], table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr,
-            table.rows[t], table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t], table.qt_stride[t]);
+  cast_one({table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr, table.rows[t],
+            table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t], table.qt_stride[t]},
+           blockIdx.x - table.first[t]);
 }

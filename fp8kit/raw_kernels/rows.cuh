@@ -82,6 +82,31 @@ template <typename X> DEVICE void write8(X* to, int valid, bool wide, Eight<X> e
   }
 }
 
+// max(most, |x|) of both halves of a word, NaN dropped; the signs of `most` mean nothing.
+DEVICE void pair_amax(u32& most, u32 x, bf16) { asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(x)); }
+DEVICE void pair_amax(u32& most, u32 x, f16) { asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(most) : "r"(x)); }
+
+// The running maximum of |x|, where NaN is dropped. Of 16-bit types two values at a time.
+template <typename X, bool PAIRS = sizeof(X) == 2> struct Peak {
+  float most = 0.0f;
+  __device__ __forceinline__ void add(const Eight<X>& eight) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) most = amax_of(most, value(eight, i));
+  }
+  __device__ __forceinline__ float amax() const { return most; }
+};
+template <typename X> struct Peak<X, true> {
+  u32 most = 0;
+  __device__ __forceinline__ void add(const Eight<X>& eight) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair_amax(most, eight.words[i], X{});
+  }
+  __device__ __forceinline__ float amax() const {
+    const Eight<X> pair{{most}};
+    return fmaxf(fabsf(value(pair, 0)), fabsf(value(pair, 1)));
+  }
+};
+
 // The same as floats, 0 throughout where `from` is null.
 template <typename X> DEVICE void floats8(const X* from, int valid, bool wide, float (&to)[8]) {
   const Eight<X> eight = read8(from, from == nullptr ? 0 : valid, wide);
@@ -146,13 +171,13 @@ template <int N> DEVICE void write_codes(u8* to, int valid, bool wide, const u32
   }
 }
 
-// Four rows of eight codes into q at (row, column); columns from `end` on belong to others. `wide`: the addresses are multiples of 8.
-DEVICE void write_q(const Cast& cast, const u32 (&codes)[4][2], i64 row, i64 column, i64 end, bool wide) {
-  if (cast.q == nullptr) return;
-  const int left = columns_left(column, end);
+// Four rows of eight codes into q at (row, column), its rows `stride` apart; rows from `rows` and columns from `end` on are not written.
+// WHOLE: all are, and the addresses are multiples of 8. Otherwise `wide` says whether they are.
+template <bool WHOLE>
+DEVICE void write_q(u8* q, i64 stride, const u32 (&codes)[4][2], i64 row, i64 column, i64 rows, i64 end, bool wide) {
+  u8* to = q + row * stride + column;
+  const int left = WHOLE ? 8 : columns_left(column, end);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    if (row + k >= cast.q_rows) break;
-    write_codes<8>(cast.q + (row + k) * cast.q_stride + column, left, wide, codes[k]);
-  }
+  for (int k = 0; k < 4; ++k)
+    if (WHOLE || row + k < rows) write_codes<8>(to + k * stride, left, WHOLE || wide, codes[k]);
 }

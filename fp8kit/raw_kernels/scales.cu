@@ -26,6 +26,8 @@ struct State {
   i32 unused;
 };
 
+constexpr int ROWS = 8;  // of a history that a thread has under way
+
 // STATES: as many as a launch of update_delayed takes at most; they travel with it, 40 bytes each
 struct States { State at[STATES]; };
 
@@ -39,8 +41,23 @@ extern "C" __global__ void __launch_bounds__(128) update_delayed(i64 most_recent
   const float newest = history[0];
   if (newest == 0.0f) return;
 
+  // the maximum of all rows, and their roll by -1 in place: a row is read before the barrier that stands ahead of its overwriting
   float amax = 0.0f;
-  for (i64 row = threadIdx.x; row < length; row += blockDim.x) amax = fmaxf(amax, history[row * n]);
+  for (i64 base = threadIdx.x; base - threadIdx.x < length; base += ROWS * blockDim.x) {
+    float next[ROWS];
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) {
+      const i64 row = base + k * blockDim.x + 1;
+      next[k] = row < length ? history[row * n] : newest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) {
+      const i64 row = base + k * blockDim.x;
+      amax = fmaxf(amax, next[k]);
+      if (row < length) history[row * n] = row == 0 ? 0.0f : next[k];
+    }
+  }
   amax = block_max(amax, shared);
   if (most_recent) amax = newest;
   if (threadIdx.x == 0) {
@@ -48,14 +65,5 @@ extern "C" __global__ void __launch_bounds__(128) update_delayed(i64 most_recent
     if (amax > 0.0f && amax < INF) s = fminf(fmaxf(__fdiv_rn(state.maximum, amax), SMALLEST), LARGEST);
     state.scale[tensor] = s;
     state.scale_inv[tensor] = __fdiv_rn(1.0f, s);
-  }
-
-  // roll by -1 in place: every row is read before the barrier that stands ahead of its overwriting
-  for (i64 base = 0; base < length; base += blockDim.x) {
-    const i64 row = base + threadIdx.x;
-    const float next = row + 1 < length ? history[(row + 1) * n] : newest;
-    __syncthreads();
-    if (row < length) history[row * n] = row == 0 ? 0.0f : next;
-    __syncthreads();
   }
 }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.activation import ACTIVATIONS, Activation
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import BLOCKS, address, cast_bytes, ceil_div, covered, kernel, sum_partials
 from fp8kit.backends.protocol import Cast
 from fp8kit.errors import BackendError, expected
+from fp8kit.formats import E4M3
+from fp8kit.raw_kernels import manifest
 
 _TILE_ROWS, _TILE_COLUMNS, _THREADS = 64, 128, 256  # raw_kernels/activation.cu
 MOST_TILES = 8  # that a block walks, one below the other; found by measurement
 _NO_PARAMS = (0.0, 0.0, 0.0)
+_MIXED = "mixed"
 
 
 def _known(activation: str, params: tuple[float, ...]) -> tuple[Activation, tuple[float, ...]]:
@@ -25,8 +30,9 @@ def _known(activation: str, params: tuple[float, ...]) -> tuple[Activation, tupl
 
 
 def _tiles(rows: int, columns: int) -> int:
-    """Tiles that one block takes: more where there are many, so that partial sums are few."""
-    return max(1, min(MOST_TILES, ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS) // BLOCKS))
+    """Tiles that one block takes: more where there are many, so that partial sums are few; a power of two, which divides more heights."""
+    most = max(1, min(MOST_TILES, ceil_div(rows, _TILE_ROWS) * ceil_div(columns, _TILE_COLUMNS) // BLOCKS))
+    return 1 << (most.bit_length() - 1)
 
 
 def _row_blocks(rows: int, columns: int) -> int:
@@ -40,13 +46,37 @@ def _grid(rows: int, columns: int, walked: tuple[int, int], cast: Cast | None) -
     return (max(blocks, 1) if cast is not None else blocks), max(across, 1), tiles
 
 
+@functools.cache
+def _for_whole_tiles() -> frozenset[tuple[str, str]]:
+    """(activation, element type) of what has kernels for whole tiles."""
+    variants = (dict(defines) for defines in manifest.source("activation.cu").variants)
+    return frozenset((v["ACT"], v["T"]) for v in variants if v["TILES"] != _MIXED)
+
+
+def tiles_of(activation: str, arrays: tuple[ArrayView, ...], rows: int, columns: int, plain: ArrayView | None, cast: Cast | None,
+             padded: bool) -> str:
+    """Which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where ``arrays`` are read and only both
+    orientations of the cast are written, without padding; otherwise the one for any."""
+    if cast is None or plain is not None or cast.q is None or cast.q_t is None or padded:
+        return _MIXED
+    tall = _TILE_ROWS * _tiles(rows, columns)
+    places = cast.q_t.ptr | cast.q_t.strides[0] | (cast.q.ptr | cast.q.strides[0]) << 1  # multiples of 16, of 8
+    for array in arrays:
+        places |= array.ptr
+    if rows % tall or columns % _TILE_COLUMNS or places % 16 or (activation, launch.type_name(arrays[0].dtype)) not in _for_whole_tiles():
+        return _MIXED
+    return "e4m3" if cast.format == E4M3 else "e5m2"
+
+
 def act_fwd(x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: ArrayView | None, cast: Cast | None,
             activation: str, params: tuple[float, ...], stream: int) -> None:
     """See ``backends.protocol``. BackendError for an unknown activation and for a cast to a format other than E4M3 and E5M2."""
     row, numbers = _known(activation, params)
     rows, columns = x.shape[0], x.shape[1] // row.parts
-    grid, across, tiles = _grid(rows, columns, covered(cast, rows, columns), cast)
-    function = kernel("activation.cu", "act_fwd", x, ACT=activation)
+    walked = covered(cast, rows, columns)
+    grid, across, tiles = _grid(rows, columns, walked, cast)
+    form = tiles_of(activation, (x,), rows, columns, y, cast, walked != (rows, columns))
+    function = kernel("activation.cu", "act_fwd", x, ACT=activation, TILES=form)
     arguments = (x.ptr, address(bias), address(y), rows, columns, across, tiles, *numbers, cast_bytes(cast, amax))
     launch.launch(function, grid, _THREADS, arguments, stream)
 
@@ -63,7 +93,8 @@ def act_bwd(dy: ArrayView, x: ArrayView, bias: ArrayView | None, dx: ArrayView |
     down, right = covered(cast, rows, width)
     grid, across, tiles = _grid(rows, columns, (down, max(columns, right - (width - columns))), cast)
     partial = address(workspace) if dbias is not None else 0
-    function = kernel("activation.cu", "act_bwd", x, ACT=activation)
+    form = tiles_of(activation, (x, dy), rows, columns, dx, cast, (down, right) != (rows, width))
+    function = kernel("activation.cu", "act_bwd", x, ACT=activation, TILES=form)
     arguments = (dy.ptr, x.ptr, address(bias), address(dx), partial, rows, columns, across, tiles, *numbers, cast_bytes(cast, amax))
     launch.launch(function, grid, _THREADS, arguments, stream)
     if dbias is not None:

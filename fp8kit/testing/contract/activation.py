@@ -208,6 +208,8 @@ CASES = [
     *table("act_fwd", {f"{d.name}-{a}-bias-amax-{x}": _fwd(d, a, (19, 40), True, x) for d in HIGH_PRECISION for a in ACTIVATIONS
                        for x in (0.0, 1e4)}),
     *table("act_fwd", {f"{d.name}-{a}-cast": _fwd_cast(d, a, (32, 48), E4M3, (0, 0), False) for d in HIGH_PRECISION for a in ACTIVATIONS}),
+    *table("act_fwd", {f"{d.name}-{a}-cast-{f}-whole": _fwd_cast(d, a, (128, 256), f, (0, 0), False) for d in HIGH_PRECISION
+                       for a in ACTIVATIONS for f in (E4M3, E5M2)}),
     *table("act_fwd", {f"{d.name}-{a}-cast-padded-y": _fwd_cast(d, a, (17, 33), E5M2, (15, 15), True)
                        for d in HIGH_PRECISION for a in ACTIVATIONS}),
     *table("act_fwd", {f"{d.name}-gelu-cast-rowwise": _fwd_cast(d, "gelu", (70, 80), E4M3, (10, 0), False, False) for d in HIGH_PRECISION}),
@@ -216,6 +218,8 @@ CASES = [
     *table("act_bwd", {f"{d.name}-{a}-bias-amax-{x}": _bwd(d, a, (70, 40), True, x) for d in HIGH_PRECISION for a in ACTIVATIONS
                        for x in (0.0, 1e4)}),
     *table("act_bwd", {f"{d.name}-{a}-cast": _bwd_cast(d, a, (32, 48), E5M2, (0, 0), False) for d in HIGH_PRECISION for a in ACTIVATIONS}),
+    *table("act_bwd", {f"{d.name}-{a}-cast-{f}-whole": _bwd_cast(d, a, (128, 256), f, (0, 0), False) for d in HIGH_PRECISION
+                       for a in ACTIVATIONS for f in (E4M3, E5M2)}),
     *table("act_bwd", {f"{d.name}-{a}-cast-padded-dx": _bwd_cast(d, a, (17, 33), E4M3, (15, 14), True)
                        for d in HIGH_PRECISION for a in ACTIVATIONS}),
     *table("act_bwd", {f"{d.name}-gelu-cast-rowwise": _bwd_cast(d, "gelu", (70, 80), E5M2, (10, 0), False, False) for d in HIGH_PRECISION}),

@@ -344,11 +344,12 @@ def _cases() -> Iterator[Case]:
         yield case("quantize", f"{fmt}-no-amax", _run_quantize, fmt, formats.float32, (33, 65), WHOLE, with_amax=False)
         for dtype in H:
             yield case("dequantize", f"{fmt}-{dtype.name}", _run_dequantize, fmt, dtype, (7, 111), WHOLE)
-            for m, n in ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (0, 70)):
+            for m, n in ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (256, 192), (0, 70)):
                 yield case("quantize_transpose", f"{fmt}-{dtype.name}-{m}x{n}", _run_transpose, fmt, dtype, (m, n))
             for outputs in ("q", "q_t"):
                 yield case("quantize_transpose", f"{fmt}-{dtype.name}-{outputs}-only", _run_transpose, fmt, dtype, (70, 48), outputs)
-            yield case("quantize_transpose", f"{fmt}-{dtype.name}-dbias", _run_transpose, fmt, dtype, (150, 70), dbias=True)
+            for m, n in ((150, 70), (256, 128)):
+                yield case("quantize_transpose", f"{fmt}-{dtype.name}-{m}x{n}-dbias", _run_transpose, fmt, dtype, (m, n), dbias=True)
             yield case("quantize_transpose", f"{fmt}-{dtype.name}-dbias-of-nothing", _run_transpose, fmt, dtype, (0, 70), dbias=True)
     for fmt in (E4M3, E5M2, E8M0, E2M1, *USERS):
         yield case("quantize", f"{fmt}-boundaries", _run_boundaries, fmt, True)
