@@ -71,12 +71,8 @@ class LinearBase(TransformerEngineBaseModule):
     def weight_inputs(self) -> dict[str, Tensor]:
         return self._by_name(self._weight_names)
 
-    def bias_inputs(self) -> dict[str, Tensor]:
-        """The biases by their name in the operation."""
-        return self._by_name(self._bias_names)
-
     def _by_name(self, names: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """Of (name, attribute): what the module has by that attribute, by the name. To ask for a parameter as an attribute takes long."""
+        """What the module has by (name, attribute), by the name; a parameter as an attribute would be slow to find."""
         own = self._parameters
         return {name: own[attribute] if attribute in own else getattr(self, attribute) for name, attribute in names}
 
@@ -87,7 +83,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     def product_inputs(self, bias: str) -> Inputs:
         """Weights, and biases where the operation takes them."""
-        return self.weight_inputs() if bias == "none" else self.weight_inputs() | self.bias_inputs()
+        return self._by_name(self._weight_names if bias == "none" else self._weight_names + self._bias_names)
 
 
 class Linear(LinearBase):

@@ -90,7 +90,7 @@ class Ready:
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; ``NOTHING`` makes a tensor of slots for them.
         ``apart``: large buffers among what is saved are tensors of their own; otherwise all is one tensor."""
-        if self.guarded and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch._C._cuda_getDevice() != self.place.index:
             with torch.cuda.device(self.device):
                 return self.forward(tensors, scales, amaxes, apart)
         row = None
@@ -100,9 +100,10 @@ class Ready:
         outputs = self._made(self.outputs)
         block = self.saved_apart if apart else self.saved
         held = []
-        if block.parts:  # torch sees the bytes of an op of torch.compile, also those between the buffers, which it may want filled
-            fresh = self.empty((block.size,), (1,), torch.uint8) if apart else torch.empty(block.size, dtype=torch.uint8, device=self.device)
-            held.append(fresh)
+        if block.parts and apart:
+            held = [self.empty((block.size,), (1,), torch.uint8)]
+        elif block.parts:  # torch sees all bytes that an op of torch.compile gives, and may want those between the buffers filled
+            held = [torch.empty(block.size, dtype=torch.uint8, device=self.device)]
         stream = self.stream()
         again = None if block.apart else self.again
         at = -1 if again is None else self.scratch.kept_at(self.place, stream)
@@ -143,7 +144,7 @@ class Ready:
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """(gradients of ``needs``, amaxes). ``held``: what forward saved, ``apart`` or not; the list is emptied. ``kept``, ``cotangents``:
         in the order of ``self.kept`` and ``self.names``; ``into``: where gradients by name go that have a place already."""
-        if self.guarded and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch._C._cuda_getDevice() != self.place.index:
             with torch.cuda.device(self.device):
                 return self.backward(kept, held, cotangents, scales, amaxes, into, apart)
         row = None

@@ -106,7 +106,7 @@ class ScalingState:
         """Update forward states (the outermost autocast has ended)."""
         update(recipe, states, forward=True)
         # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with later scales, is to be refused
-        torch.autograd.graph.increment_version([state.scale for state in states if not state.scale.is_inference()])
+        torch._C._increment_version([state.scale for state in states if not state.scale.is_inference()])
 
     @classmethod
     def discard_forward(cls, states: Sequence[ScalingState]) -> None:
