@@ -18,7 +18,6 @@ from fp8kit.formats import DType
 from fp8kit.ops.product import ProductSpec
 from fp8kit.replays import replays
 from fp8kit.scratch import Buffers, large
-from fp8kit.spec import Meta
 from fp8kit_torch.memory import EMPTY, Block, Out, Placed, amax_views, maker, outs_of, place_of
 from fp8kit_torch.views import kind_of
 from fp8kit_torch.words import argument_of
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from fp8kit_torch.plans import Call
 
 _NOWHERE: Mapping[str, Tensor] = {}
-_NEVER: Mapping[str, Meta] = {}
 
 
 def want_fp8(operation: str, blocks: bool, device: torch.device) -> None:
@@ -97,7 +95,7 @@ class Ready:
         if not amaxes and self.front:
             row = torch.zeros(self.front_slots, dtype=torch.float32, device=self.device)
             amaxes = amax_views(self.front, row, self.place)
-        outputs = self._made(self.outputs)
+        outputs = [out.made() for out in self.outputs]
         block = self.saved_apart if apart else self.saved
         held = []
         if block.parts and apart:
@@ -155,7 +153,7 @@ class Ready:
         if arrived[0] is None:
             main = self.outputs[0]
             arrived[0] = torch.zeros(main.shape, dtype=main.dtype, device=self.device)
-        made = self._made(self.grads, into, self.grads_apart)
+        made = self._made(into) if into or self.grads_apart else [out.made() for out in self.grads]
         stream = self.stream()
         again = None if self.saved_apart.apart else self.back_again
         at = -1 if again is None else self.back_scratch.kept_at(self.place, stream)
@@ -187,11 +185,10 @@ class Ready:
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
         return [filled[out.name].owner for out in self.grads] if self.grads_apart else made
 
-    def _made(self, outs: list[Out], into: Mapping[str, Tensor] = _NOWHERE, later: Mapping[str, Meta] = _NEVER) -> list[Tensor]:
-        """Tensors, fresh but for those in ``into``; but for those that are made ``later``."""
-        if not into and not later:
-            return [out.made() for out in outs]
-        return [into[out.name] if out.name in into else out.made() for out in outs if out.name in into or out.name not in later]
+    def _made(self, into: Mapping[str, Tensor]) -> list[Tensor]:
+        """Tensors for the gradients, fresh but for those in ``into``; but for those that are made later."""
+        later = self.grads_apart.keys() - into.keys()
+        return [into[out.name] if out.name in into else out.made() for out in self.grads if out.name not in later]
 
     def _views(self, outs: list[Out], made: list[Tensor], amaxes: Placed) -> Any:
         """What was made, and the amaxes, by name."""
