@@ -45,6 +45,9 @@ class AutocastState(NamedTuple):
     check_finite: bool = False
 
 
+_Touched = tuple[type[ForwardState], Recipe, dict[int, ForwardState]]
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[autocast | resumed, AutocastState]] = []
@@ -77,6 +80,14 @@ def touch_forward(state: ForwardState, recipe: Recipe, training: bool) -> None:
         if known is None:
             known = _thread.touched[key] = recipe, {}
         known[1][id(state)] = state
+
+
+def _by_value(touched: list[_Touched]) -> list[_Touched]:
+    """Those of equal recipes together."""
+    groups: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
+    for door, recipe, states in touched:
+        groups.setdefault((door, recipe), {}).update(states)
+    return [(door, recipe, states) for (door, recipe), states in groups.items()]
 
 
 class autocast(ContextDecorator):
@@ -136,18 +147,17 @@ class autocast(ContextDecorator):
         if depth != thread.active:
             return
         thread.active = 0
-        groups: dict[tuple[type[ForwardState], Recipe], dict[int, ForwardState]] = {}
-        for (door, _), (recipe, states) in thread.touched.items():
-            groups.setdefault((door, recipe), {}).update(states)
-        left = list(groups.items())
+        left = [(door, recipe, states) for (door, _), (recipe, states) in thread.touched.items()]
         thread.touched = {}
+        if len(left) > 1:
+            left = _by_value(left)
         try:
             while left and kind is None:
-                (door, recipe), states = left[0]
+                door, recipe, states = left[0]
                 door.commit_forward(recipe, list(states.values()))
                 del left[0]
         finally:
-            for (door, _), states in left:
+            for door, _, states in left:
                 door.discard_forward(list(states.values()))
 
 

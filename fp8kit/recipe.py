@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -261,7 +262,7 @@ class DelayedScaling(Recipe):
             raise self._refuse("scaling_factor_compute_algo", "None or a callable")
         self._check_common()
 
-    @property
+    @cached_property
     def host_update(self) -> bool:
         """Whether a callable makes the update run on the host."""
         return callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None

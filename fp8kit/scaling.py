@@ -212,19 +212,25 @@ def update(recipe: Recipe, states: Sequence[ScalingState], fp8_max: float, strea
     most_recent = recipe.amax_compute_algo == "most_recent"
     parts: dict[Device, list[tuple[ArrayView, ...]]] = {}
     for state in states:
-        scale, scale_inv, history = state.views.values()
-        parts.setdefault(scale.device, []).append((scale, scale_inv, history))
+        own = tuple(state.views.values())
+        parts.setdefault(own[0].device, []).append(own)
     for device, there in parts.items():
         on = arrays.current_stream(device) if stream is None else stream(device)
         kernels = dispatch.kernels(device)
         again = getattr(kernels, "again", None) if len(there) <= _FEW else None  # many cost their look-up more than they save
-        scales, inverses, histories = zip(*there, strict=True)
-        given = (scales, inverses, histories, [fp8_max] * len(there), recipe.margin, most_recent, on)
+        given = (kernels, there, fp8_max, recipe.margin, most_recent, on)
         if again is None:
-            kernels.update_delayed_(*given)
+            _update_delayed(*given)
         else:
             places = [(scale.ptr, inverse.ptr, history.ptr, history.shape) for scale, inverse, history in there]
-            again.run(("update_delayed_", on, fp8_max, recipe.margin, most_recent, *places), kernels.update_delayed_, *given)
+            again.run(("update_delayed_", on, fp8_max, recipe.margin, most_recent, *places), _update_delayed, *given)
+
+
+def _update_delayed(kernels: Any, there: Sequence[tuple[ArrayView, ...]], fp8_max: float, margin: int, most_recent: bool, stream: int
+                    ) -> None:
+    """The kernel call for the (scale, scale_inv, amax_history) of all states of a device."""
+    scales, inverses, histories = zip(*there, strict=True)
+    kernels.update_delayed_(scales, inverses, histories, [fp8_max] * len(there), margin, most_recent, stream)
 
 
 def _updated_on_host(recipe: DelayedScaling, state: ScalingState, fp8_max: float) -> dict[str, HostArray]:

@@ -7,6 +7,7 @@ through an operation is the input itself. Under ``torch.compile`` the operation'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def prepare(what: Call, tensors: Sequence[Tensor], alike: bool = False) -> Prepa
     FormatError for one of another dtype than x."""
     needs: tuple[str, ...] = ()
     if torch.is_grad_enabled():
-        needs = tuple([name for name, t in zip(what.names, tensors, strict=True) if t.requires_grad])
+        needs = tuple(compress(what.names, [t.requires_grad for t in tensors]))
     tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
     return Prepared(what.ready(tensors, needs, alike), tensors, bool(needs))
 

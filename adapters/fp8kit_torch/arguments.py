@@ -54,6 +54,8 @@ def not_compiled(what: str) -> NotImplementedError:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What ``torch.autocast`` casts to on the device of ``x``; None where it is off."""
+    if not torch._C._is_any_autocast_enabled():  # a device takes longer to say its kind
+        return None
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,11 +69,12 @@ class LinearBase(TransformerEngineBaseModule):
         return ProductSpec(in_features, tuple(self._split.values()), bias=self.bias_mode)
 
     def weight_inputs(self) -> dict[str, Tensor]:
-        return {name: getattr(self, attribute) for name, attribute in self._weight_names}
+        return self._by_name(self._weight_names)
 
-    def bias_inputs(self) -> dict[str, Tensor]:
-        """The biases by their name in the operation."""
-        return {name: getattr(self, attribute) for name, attribute in self._bias_names}
+    def _by_name(self, names: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """What the module has by (name, attribute), by the name; a parameter as an attribute would be slow to find."""
+        own = self._parameters
+        return {name: own[attribute] if attribute in own else getattr(self, attribute) for name, attribute in names}
 
     @property
     def bias_mode(self) -> str:
@@ -82,7 +83,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     def product_inputs(self, bias: str) -> Inputs:
         """Weights, and biases where the operation takes them."""
-        return self.weight_inputs() if bias == "none" else {**self.weight_inputs(), **self.bias_inputs()}
+        return self._by_name(self._weight_names if bias == "none" else self._weight_names + self._bias_names)
 
 
 class Linear(LinearBase):

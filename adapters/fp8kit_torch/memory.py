@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,11 @@ from fp8kit.spec import Meta
 from fp8kit_torch.views import dtype_of
 
 KINDS = ("cpu", "cuda")
+# (shape, strides, dtype) -> a tensor on the current device of a kind: what Inductor's code calls, past the dispatcher, which takes longer
+# than the allocator
+EMPTY: Mapping[str, Callable[[Shape, Shape, torch.dtype], Tensor]] = {
+    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in KINDS
+}
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 Views = dict[str, ArrayView]
 Make = Callable[[Meta], ArrayView]
@@ -87,7 +92,7 @@ class Block:
 
     def kept_at(self, device: Device, stream: int) -> int:
         """Address of the thread's memory for these temporaries, 0 for none; -1 where they lie elsewhere at each call (see ``room``)."""
-        if device.kind == "cpu" or torch.cuda.is_current_stream_capturing():
+        if device.kind == "cpu" or torch._C._cuda_isCurrentStreamCapturing():
             return -1
         return _SCRATCH.room(self.size, device, stream).ptr if self.parts else 0
 
@@ -124,23 +129,28 @@ def maker(where: torch.device, device: Device) -> Make:
 
 
 class Out(NamedTuple):
-    """A tensor that is to be allocated."""
+    """A tensor that is to be allocated, which ``made()`` does."""
 
     name: str
     shape: Shape
-    strides: Shape
     dtype: torch.dtype
     kind: DType
-    zero: bool
+    made: Callable[[], Tensor]
 
 
-def outs_of(metas: Mapping[str, Meta], slots: Mapping[str, int]) -> list[Out]:
-    """What is to be allocated; amaxes are not."""
+def outs_of(metas: Mapping[str, Meta], slots: Mapping[str, int], where: torch.device) -> list[Out]:
+    """What is to be allocated there; amaxes are not."""
     return [
-        Out(name, meta.shape, contiguous_strides(meta.shape), dtype_of(meta.dtype), meta.dtype, meta.zero)
+        Out(name, meta.shape, dtype_of(meta.dtype), meta.dtype, _making(meta, where))
         for name, meta in metas.items()
         if not (name.endswith("_amax") and name.removesuffix("_amax") in slots)
     ]
+
+
+def _making(meta: Meta, where: torch.device) -> Callable[[], Tensor]:
+    if meta.zero:
+        return partial(torch.zeros, meta.shape, dtype=dtype_of(meta.dtype), device=where)
+    return partial(EMPTY[where.type], meta.shape, contiguous_strides(meta.shape), dtype_of(meta.dtype))
 
 
 def amax_views(slots: Mapping[str, int], row: Tensor, device: Device) -> Placed:

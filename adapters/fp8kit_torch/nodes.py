@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -88,12 +88,12 @@ class Step(NamedTuple):
         """The gradients of ``ready.needs``. ``saved``: what ``forward`` gave, nowhere else if it shall go early; emptied. ``grads``: of the
         outputs."""
         ready, wiring, fused = self
-        count = len(ready.kept)
-        kept, held = saved[:count], saved[count:]
-        saved.clear()
+        kept = saved[: len(ready.kept)]
+        del saved[: len(ready.kept)]
         # a layer with ``fp8_grad`` gives its input's gradient in FP8
         plain = [g.dequantize() if g is not None and type(g) is not Tensor and hasattr(g, "held_in_fp8") else g for g in grads]
-        made, _ = ready.backward(kept, held, plain, wiring.late, wiring.back, into, True)
+        made, _ = ready.backward(kept, saved, plain, wiring.late, wiring.back, into, True)
+        saved.clear()
         for at, (i, name) in enumerate(zip(ready.wanted, ready.needs, strict=True)) if into else ():
             if name in into:
                 _, shape, kind = ready.inputs[i]
@@ -120,13 +120,20 @@ class _One(torch.autograd.Function):
         into = step.begin()
         if step.ready.saved_apart.apart:  # unless the graph is kept for another pass, from here on only ``saved`` holds what forward saved
             ctx.maybe_clear_saved_tensors()
-        found: list[Tensor | None] = [None] * (1 + len(step.ready.inputs))
-        for i, grad in zip(step.ready.wanted, step.backward(saved, grads, into), strict=True):
+        ready, made = step.ready, step.backward(saved, grads, into)
+        if len(made) == len(ready.inputs):
+            return (None, *made)
+        found: list[Tensor | None] = [None] * (1 + len(ready.inputs))
+        for i, grad in zip(ready.wanted, made, strict=True):
             found[1 + i] = grad
         return tuple(found)
 
 
 _one_once = torch.autograd.function.once_differentiable(_One.backward)
+_One._backward_cls.apply = _One.backward  # type: ignore[attr-defined]  # what torch's ``apply`` of a node comes to
+_enter = super(torch.autograd.Function, _One).apply  # what ``_One.apply`` comes to outside of functorch's transforms
+_within: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_alive: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead  # a tensor that such a transform left behind: what it wraps
 
 
 Seen = list[tuple[Step, Sequence[Tensor], Sequence[Tensor]]]  # what operations did, in order: step, inputs, outputs
@@ -151,7 +158,7 @@ def watched() -> Iterator[Seen]:
 
 def run_step(step: Step, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The outputs of a step, those that are inputs last, in the graph."""
-    outputs: Sequence[Tensor] = _One.apply(step, *tensors)
+    outputs: Sequence[Tensor] = _One.apply(step, *tensors) if _within() else _enter(step, *map(_alive, tensors))
     if _here.seen is not None:
         _here.seen.append((step, tensors, outputs))
     return outputs

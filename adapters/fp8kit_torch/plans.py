@@ -26,7 +26,7 @@ from fp8kit.ops.split_heads import split_heads
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit.spec import Meta, Signature
 from fp8kit_torch.arguments import unlike_devices, unlike_dtypes, want_parameters
-from fp8kit_torch.memory import KINDS, place_of
+from fp8kit_torch.memory import place_of
 from fp8kit_torch.ready import Ready
 from fp8kit_torch.texts import OPERATIONS, decode, encode
 from fp8kit_torch.views import kind_of
@@ -99,10 +99,10 @@ class Call:
     def ready(self, tensors: Sequence[Tensor], needs: tuple[str, ...], alike: bool = False) -> Ready:
         """The plan for these tensors; made once for their shapes and dtypes and the policy in force. Raises what ``infer`` raises, and
         BackendError when tensors live on different devices."""
-        policy, device = self.policy, tensors[0].device
-        if device.type not in KINDS:
+        device = tensors[0].device
+        if not (tensors[0].is_cuda or tensors[0].is_cpu):  # a device takes longer to say its kind
             self._want_one_device(tensors)
-        kernels = dispatch.kernels(place_of(device)) if policy is None else self._kernels(place_of(device))
+        kernels = dispatch.kernels(place_of(device)) if self.policy is None else self._kernels(place_of(device))
         found = self.plans.get((needs, id(kernels), *[(t.shape, t.dtype, t.device) for t in tensors]))
         if found is None:
             if alike:

@@ -5,7 +5,8 @@ On a GPU a run whose addresses are known is done again from its recording (``fp8
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,7 @@ from fp8kit.formats import DType
 from fp8kit.ops.product import ProductSpec
 from fp8kit.replays import replays
 from fp8kit.scratch import Buffers, large
-from fp8kit.spec import Meta
-from fp8kit_torch.memory import Block, Out, Placed, amax_views, maker, outs_of, place_of
+from fp8kit_torch.memory import EMPTY, Block, Out, Placed, amax_views, maker, outs_of, place_of
 from fp8kit_torch.views import kind_of
 from fp8kit_torch.words import argument_of
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fp8kit_torch.plans import Call
 
 _NOWHERE: Mapping[str, Tensor] = {}
-_NEVER: Mapping[str, Meta] = {}
 
 
 def want_fp8(operation: str, blocks: bool, device: torch.device) -> None:
@@ -52,10 +51,12 @@ class Ready:
         self.plan = plan = call.operation.plan(call.spec, call.metas(kinds), frozenset(needs), kernels)
         self.signature = signature = plan.signature
         self.inputs = [(name, *kind) for name, kind in zip(call.names, kinds, strict=True)]
-        self.outputs, self.grads = outs_of(signature.outputs, call.front), outs_of(signature.grads, call.back)
+        self.outputs, self.grads = outs_of(signature.outputs, call.front, device), outs_of(signature.grads, call.back, device)
         self.names = (*(out.name for out in self.outputs), *signature.passes)
         early = self.operation.early
-        self.make = maker(device, self.place)
+        self.make, self.empty = maker(device, self.place), EMPTY[device.type]
+        # handle of torch's current stream
+        self.stream: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, self.place.index) if device.type == "cuda" else int
         make = self.make if early else None
         self.saved, self.saved_apart = Block(signature.saved), Block(signature.saved, make)  # the former for torch.compile's ops
         self.scratch, self.back_scratch = Block(plan.scratch, make), Block(plan.backward_scratch, make)
@@ -77,34 +78,30 @@ class Ready:
         own = {out.name: i for i, out in enumerate(self.grads)}
         passed = {name: i for i, name in enumerate(self.names)}
         self.answers = [(own.get(name), passed.get(signature.grad_passes.get(name, ""))) for name in needs]
+        self.direct = [at for at, _ in self.answers] == list(range(len(self.grads)))  # what is made is what is wanted, in that order
         missing = [name for name in needs if name not in signature.grads and name not in signature.grad_passes]
         if missing:
             raise FormatError(expected(call.operation.name, missing[0], "a tensor that requires a gradient", "one that does not"))
-
-    def stream(self) -> int:
-        """Handle of torch's current stream."""
-        return torch._C._cuda_getCurrentRawStream(self.place.index) if self.place.kind == "cuda" else 0
 
     def forward(
         self, tensors: Sequence[Tensor], scales: Placed, amaxes: Placed, apart: bool = False
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """(outputs, amaxes, what is saved). ``amaxes``: where they are max-accumulated; ``NOTHING`` makes a tensor of slots for them.
         ``apart``: large buffers among what is saved are tensors of their own; otherwise all is one tensor."""
-        if self.guarded and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch._C._cuda_getDevice() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._forward(tensors, scales, amaxes, apart)
-        return self._forward(tensors, scales, amaxes, apart)
-
-    def _forward(
-        self, tensors: Sequence[Tensor], scales: Placed, amaxes: Placed, apart: bool
-    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-        device, row = self.device, None
+                return self.forward(tensors, scales, amaxes, apart)
+        row = None
         if not amaxes and self.front:
-            row = torch.zeros(self.front_slots, dtype=torch.float32, device=device)
+            row = torch.zeros(self.front_slots, dtype=torch.float32, device=self.device)
             amaxes = amax_views(self.front, row, self.place)
-        outputs = self._made(self.outputs)
+        outputs = [out.made() for out in self.outputs]
         block = self.saved_apart if apart else self.saved
-        held = [torch.empty(block.size, dtype=torch.uint8, device=device)] if block.parts else []
+        held = []
+        if block.parts and apart:
+            held = [self.empty((block.size,), (1,), torch.uint8)]
+        elif block.parts:  # torch sees all bytes that an op of torch.compile gives, and may want those between the buffers filled
+            held = [torch.empty(block.size, dtype=torch.uint8, device=self.device)]
         stream = self.stream()
         again = None if block.apart else self.again
         at = -1 if again is None else self.scratch.kept_at(self.place, stream)
@@ -145,15 +142,9 @@ class Ready:
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """(gradients of ``needs``, amaxes). ``held``: what forward saved, ``apart`` or not; the list is emptied. ``kept``, ``cotangents``:
         in the order of ``self.kept`` and ``self.names``; ``into``: where gradients by name go that have a place already."""
-        if self.guarded and torch.cuda.current_device() != self.place.index:
+        if self.guarded and torch._C._cuda_getDevice() != self.place.index:
             with torch.cuda.device(self.device):
-                return self._backward(kept, held, cotangents, scales, amaxes, into, apart)
-        return self._backward(kept, held, cotangents, scales, amaxes, into, apart)
-
-    def _backward(
-        self, kept: Sequence[Tensor], held: list[Tensor], cotangents: Sequence[Tensor | None], scales: Placed, amaxes: Placed,
-        into: Mapping[str, Tensor], apart: bool,
-    ) -> tuple[list[Tensor | None], Tensor | None]:
+                return self.backward(kept, held, cotangents, scales, amaxes, into, apart)
         row = None
         if not amaxes and self.back:
             row = torch.zeros(self.back_slots, dtype=torch.float32, device=self.device)
@@ -162,7 +153,7 @@ class Ready:
         if arrived[0] is None:
             main = self.outputs[0]
             arrived[0] = torch.zeros(main.shape, dtype=main.dtype, device=self.device)
-        made = self._made(self.grads, into, self.grads_apart)
+        made = self._made(into) if into or self.grads_apart else [out.made() for out in self.grads]
         stream = self.stream()
         again = None if self.saved_apart.apart else self.back_again
         at = -1 if again is None else self.back_scratch.kept_at(self.place, stream)
@@ -172,6 +163,8 @@ class Ready:
             key = (stream, at, scales.at, amaxes.at, *[t.data_ptr() for t in (*kept, *held, *made)],
                    *[None if g is None else (g.data_ptr(), g.dtype) for g in arrived])  # fmt: skip
             again.run(key, self._run_backward, kept, held, arrived, scales, amaxes, made, into, apart, stream)  # type: ignore[union-attr]
+        if self.direct:
+            return made, row  # type: ignore[return-value]
         return [(None if passed is None else arrived[passed]) if at is None else made[at] for at, passed in self.answers], row
 
     def _run_backward(self, kept: Sequence[Tensor], held: list[Tensor], arrived: Sequence[Tensor | None], scales: Placed,
@@ -192,16 +185,10 @@ class Ready:
         self.operation.backward(self.plan, views, saved, incoming, filled, scratch, stream)
         return [filled[out.name].owner for out in self.grads] if self.grads_apart else made
 
-    def _made(self, outs: list[Out], into: Mapping[str, Tensor] = _NOWHERE, later: Mapping[str, Meta] = _NEVER) -> list[Tensor]:
-        """Tensors, fresh but for those in ``into``; but for those that are made ``later``."""
-        made, device = [], self.device
-        for name, shape, strides, dtype, _, zero in outs:
-            if name in into:
-                made.append(into[name])
-            elif name not in later:  # ``empty`` is the slower one: it has more forms, among which its arguments choose
-                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                made.append(tensor.zero_() if zero else tensor)
-        return made
+    def _made(self, into: Mapping[str, Tensor]) -> list[Tensor]:
+        """Tensors for the gradients, fresh but for those in ``into``; but for those that are made later."""
+        later = self.grads_apart.keys() - into.keys()
+        return [into[out.name] if out.name in into else out.made() for out in self.grads if out.name not in later]
 
     def _views(self, outs: list[Out], made: list[Tensor], amaxes: Placed) -> Any:
         """What was made, and the amaxes, by name."""

@@ -106,7 +106,7 @@ class ScalingState:
         """Update forward states (the outermost autocast has ended)."""
         update(recipe, states, forward=True)
         # autograd knows no write of ours: a compiled graph whose backward would compute forward again, with later scales, is to be refused
-        torch.autograd.graph.increment_version([state.scale for state in states if not state.scale.is_inference()])
+        torch._C._increment_version([state.scale for state in states if not state.scale.is_inference()])
 
     @classmethod
     def discard_forward(cls, states: Sequence[ScalingState]) -> None:
@@ -118,8 +118,9 @@ class ScalingState:
 def update(recipe: Recipe, states: Sequence[Any], forward: bool) -> None:
     """Delayed scaling's update of all ``states``, one kernel call a device, on torch's current stream. Where there are several processes
     and the recipe says so, their amaxes are reduced before."""
-    fp8_max = (recipe.forward_format if forward else recipe.backward_format).max
-    if _DISTRIBUTED and dist.is_initialized() and recipe.delayed() and recipe.reduce_amax:  # type: ignore[attr-defined]
+    form = recipe.fp8_format
+    fp8_max = (form.forward if forward else form.backward).max
+    if _DISTRIBUTED and dist.GroupMember.WORLD is not None and recipe.delayed() and recipe.reduce_amax:  # type: ignore[attr-defined]
         _reduce(states)
     scaling.update(recipe, states, fp8_max, _stream)
 
@@ -157,22 +158,23 @@ def held() -> Iterator[None]:
         _HELD.pop()
 
 
-class _Walk:
-    """The end of a backward pass, called by autograd's engine. Where the pass fails the engine lets go of it uncalled: then what the pass
-    recorded is dropped, as is what an update that raises leaves."""
+class _Walk(int):
+    """The end of a backward pass, by its number, called by autograd's engine. Where the pass fails the engine lets go of it uncalled: then
+    what the pass recorded is dropped, as is what an update that raises leaves."""
 
-    def __init__(self, walk: int) -> None:
-        self.walk = walk
+    __slots__ = ()
 
     def __call__(self) -> None:
-        groups = _WALKS[self.walk]
-        for key, (recipe, states) in list(groups.items()):
-            update(recipe, list(states.values()), forward=False)
+        groups = _WALKS[self]
+        for key in [*groups]:
+            recipe, states = groups[key]
+            update(recipe, [*states.values()], False)
             del groups[key]
-        del _WALKS[self.walk]
+        del _WALKS[self]
 
     def __del__(self) -> None:
-        for _, states in _WALKS.pop(self.walk, {}).values():
+        groups = _WALKS.pop(self, None)
+        for _, states in groups.values() if groups else ():
             for state in states.values():
                 if state.scale.is_cuda:
                     torch.cuda.synchronize(state.scale.device)  # what failed may still be running, on any stream

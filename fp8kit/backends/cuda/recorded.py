@@ -102,15 +102,11 @@ class Recording:
         current = launch.launcher()[1]
         if current is not None and current() != self.device:
             with launch.current_device(self.device):
-                self._run()
-        else:
-            self._run()
-
-    def _run(self) -> None:
-        graph = self._graph
+                self()
+            return
         try:
-            if graph is not None:
-                graph()
+            if self._graph is not None:
+                self._graph()
                 return
             for i, step in enumerate(self.steps):
                 status = step()
@@ -121,9 +117,12 @@ class Recording:
         except RuntimeError as error:
             raise BackendError(f"{', '.join(self._names)}: {error}") from error
         self._calls += 1
-        worth = len(self.steps) > 1 or self._slow
-        if not self._calls % OFTEN and worth and None not in self._moved and not launch.capturing(self.stream):
+        if not self._calls % OFTEN and self._worth() and not launch.capturing(self.stream):
             self._capture()
+
+    def _worth(self) -> bool:
+        """Whether a graph is quicker, and can be made."""
+        return (len(self.steps) > 1 or self._slow) and None not in self._moved
 
     def _capture(self) -> None:
         """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import fp8kit_torch as ft
@@ -16,7 +17,7 @@ from .twins import RECIPES
 
 # (module, recipe) -> calls of Python and C functions that forward, backward and the updates of the state may take. A call takes about a
 # quarter of a microsecond. On a GPU an operation's own calls, about half of these, are passed over where its addresses are known.
-MOST = {("Linear", "delayed"): 415, ("Linear", "current"): 370, ("LayerNormMLP", "delayed"): 615}
+MOST = {("Linear", "delayed"): 367, ("Linear", "current"): 336, ("LayerNormMLP", "delayed"): 545}
 
 
 @pytest.mark.parametrize(("kind", "recipe"), MOST)
@@ -35,11 +36,14 @@ def test_calls_of_a_step(kind, recipe, monkeypatch):
     for name in dir(Kernels):
         if not name.startswith("_") and not name.endswith("workspace"):
             monkeypatch.setattr(kernels, name, lambda *arguments, name=name: launched.append(name), raising=False)
+    gc.collect()
+    gc.disable()  # what other tests left behind is not this step's
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
     try:
         step()
     finally:
         sys.setprofile(before)
+        gc.enable()
     assert launched.count("fp8_gemm") == 3 * len(layer.gemms)
     assert len(calls) <= MOST[kind, recipe]
