@@ -23,11 +23,17 @@ from fp8kit.spec import Meta
 from fp8kit_torch.views import dtype_of
 
 KINDS = ("cpu", "cuda")
-# (shape, strides, dtype) -> a tensor on the current device of a kind: what Inductor's code calls, past the dispatcher, which takes longer
-# than the allocator
-EMPTY: Mapping[str, Callable[[Shape, Shape, torch.dtype], Tensor]] = {
-    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in KINDS
-}
+Empty = Callable[[Shape, Shape, torch.dtype], Tensor]
+
+
+def _empty(kind: str) -> Empty:
+    """(shape, strides, dtype) -> a tensor on the current device of a kind. What Inductor's code calls, where torch has it: it goes past
+    the dispatcher, which takes longer than the allocator."""
+    quick: Empty | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    return quick or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind))
+
+
+EMPTY = {kind: _empty(kind) for kind in KINDS}
 _ALIGNMENT = 256  # bytes, of every buffer in a block
 Views = dict[str, ArrayView]
 Make = Callable[[Meta], ArrayView]

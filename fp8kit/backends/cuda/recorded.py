@@ -105,10 +105,11 @@ class Recording:
                 self()
             return
         try:
-            if self._graph is not None:
-                self._graph()
+            steps, graph = self.steps, self._graph  # in this order: who makes the graph sets it first and then empties the steps
+            if graph is not None:
+                graph()
                 return
-            for i, step in enumerate(self.steps):
+            for i, step in enumerate(steps):
                 status = step()
                 if status:
                     raise BackendError(f"{self._names[i]}: {launch.error_text(status)}")
