@@ -191,7 +191,8 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
   const Cast cast = known(given);
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
-  const Index column_tile = blockIdx.x % (u32)column_tiles, first_tile = (Index)(blockIdx.x / (u32)column_tiles) * (Index)tiles;
+  const u32 block = block_from_the_end();
+  const Index column_tile = block % (u32)column_tiles, first_tile = (Index)(block / (u32)column_tiles) * (Index)tiles;
   const Index end_tile = first_tile + (Index)tiles;
   const i64 width = PARTS * F;
   const bool wide = WHOLE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)), wide_y = rows_aligned<16>(y, F);
@@ -247,7 +248,8 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
   __shared__ float sums_of_warps[THREADS / 32][TILE_COLUMNS];
-  const i32 column_tile = blockIdx.x % (u32)column_tiles, row_block = blockIdx.x / (u32)column_tiles;
+  const u32 block = block_from_the_end();
+  const i32 column_tile = block % (u32)column_tiles, row_block = block / (u32)column_tiles;
   const i32 first_tile = row_block * (i32)tiles, end_tile = first_tile + (i32)tiles;
   const i64 width = PARTS * F;
   const bool wide = SURE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)), wide_dy = SURE || rows_aligned<16>(dy, F);

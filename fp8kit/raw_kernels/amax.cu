@@ -6,14 +6,17 @@
 
 constexpr int AHEAD = 4;  // times eight elements that a thread has under way
 
-// The largest magnitude of x[start] ... x[end - 1]; thread `at` of `count` takes every count-th eight.
+// The largest magnitude of x[start] ... x[end - 1], from the end; thread `at` of `count` takes every count-th eight.
 DEVICE float amax_of_range(const T* x, i64 start, i64 end, i64 at, i64 count) {
   const i64 eights = rows_aligned<16>(x + start, 0) ? (end - start) / 8 : 0;
   Peak<T> peak;
   for (i64 i = at; i < eights; i += count * AHEAD) {
     Eight<T> in[AHEAD];
 #pragma unroll
-    for (int k = 0; k < AHEAD; ++k) in[k] = i + k * count < eights ? read8(x + start + (i + k * count) * 8, 8, true) : Eight<T>{};
+    for (int k = 0; k < AHEAD; ++k) {
+      const i64 left = eights - 1 - i - k * count;
+      in[k] = left >= 0 ? read8(x + start + left * 8, 8, true) : Eight<T>{};
+    }
 #pragma unroll
     for (int k = 0; k < AHEAD; ++k) peak.add(in[k]);
   }

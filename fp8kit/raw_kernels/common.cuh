@@ -156,6 +156,10 @@ DEVICE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 DEVICE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 DEVICE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 
+// The order in which a pass walks its arrays: products write rows from the first to the last, and the last ones are in the L2 cache when they
+// end, so passes over a product's result begin with its last rows; passes over what such a pass has written begin with the first ones.
+DEVICE u32 block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
+
 // Index of the calling thread in a one-dimensional grid, and how many there are: `for (i64 i = first(); i < n; i += step())`.
 DEVICE i64 first() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 DEVICE i64 step() { return (i64)gridDim.x * blockDim.x; }

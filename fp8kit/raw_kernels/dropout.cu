@@ -16,12 +16,14 @@ DEVICE void drop8(float (&x)[8], const i64* rng, u64 index, u32 threshold, float
   for (int j = 0; j < 8; ++j) x[j] = words[j] >= threshold ? x[j] * factor : 0.0f;
 }
 
-// y = residual + dropout(x + bias) over n elements in rows of N; y may be x.
+// y = residual + dropout(x + bias) over n elements in rows of N, from the end; y may be x.
 extern "C" __global__ void __launch_bounds__(256)
 dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, i64 n, i64 N, i64 threshold, f64 factor) {
   const bool wide = rows_aligned<16>(x, 0) && rows_aligned<16>(y, 0) && rows_aligned<16>(residual, 0);
   const bool wide_bias = rows_aligned<16>(bias, 0) && N % 8 == 0;
-  for (i64 i = first() * 8; i < n; i += step() * 8) {
+  const i64 last = ceil_div(n, 8) - 1;
+  for (i64 e = first(); e <= last; e += step()) {
+    const i64 i = (last - e) * 8;
     const int valid = columns_left(i, n);
     const Eight<T> in = read8(x + i, valid, wide), stream = read8(residual + i, residual == nullptr ? 0 : valid, wide);
     float v[8];

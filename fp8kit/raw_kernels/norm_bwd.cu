@@ -31,7 +31,7 @@ DEVICE void wait_for_copies(u32 under_way) {
 
 constexpr int THREADS = 1024, MOST_STAGES = 4;
 
-// The blocks walk the rows, blockDim.y at a time; N <= 8 blockDim.x. partial: float32 (blocks, 1 or 2, N), each block's sums. dx may be dy or
+// The blocks walk the rows from the last one on, blockDim.y at a time; N <= 8 blockDim.x. partial: float32 (blocks, 1 or 2, N), each block's sums. dx may be dy or
 // residual: a thread has its elements of a row before it writes them. Dynamic shared memory: `stages` (2 to 4) times three chunks a
 // thread, and at least 64 bytes a thread.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -49,7 +49,7 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
   const auto fetch = [&](u32 row, u32 stage) {
     if (inside && row < rows) {
       T* to = own + stage * stage_pitch;
-      const i64 at = row * N + column;
+      const i64 at = (i64)(rows - 1 - row) * N + column;
       copy8_async(to, dy + at);
       copy8_async(to + input_pitch, x + at);
       if (residual != nullptr) copy8_async(to + 2 * input_pitch, residual + at);
@@ -60,7 +60,7 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
   const u32 last = (u32)stages - 1, lead = last * step;
   u32 row = blockIdx.x * blockDim.y + threadIdx.y;
   for (u32 stage = 0; stage < last; ++stage) fetch(row + stage * step, stage);
-  Stats next = row < rows ? stats_of(mean, rstd, row) : Stats{0.0f, 0.0f};
+  Stats next = row < rows ? stats_of(mean, rstd, rows - 1 - row) : Stats{0.0f, 0.0f};
   float factor[8], dw[8] = {}, db[8] = {};
 #pragma unroll
   for (int j = 0; j < 8; ++j) factor[j] = inside ? gain_at(weight, (float)gain, column + j) : 0.0f;
@@ -68,7 +68,7 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
   for (u32 stage = 0; row - threadIdx.y < rows; row += step, stage = stage == last ? 0 : stage + 1) {
     fetch(row + lead, stage ? stage - 1 : last);
     const Stats s = next;
-    if (row + step < rows) next = stats_of(mean, rstd, row + step);
+    if (row + step < rows) next = stats_of(mean, rstd, rows - 1 - (row + step));
     wait_for_copies(last);
     const bool there = inside && row < rows;
     const T* kept = own + stage * stage_pitch;
@@ -93,7 +93,7 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
       const float d = value(up, j) * factor[j], xhat = (value(in, j) - s.mean) * s.rstd;
       out[j] = s.rstd * (d - level - xhat * along) + value(stream, j);
     }
-    if (there) write8(dx + row * N + column, 8, true, rounded8<T>(out));
+    if (there) write8(dx + (i64)(rows - 1 - row) * N + column, 8, true, rounded8<T>(out));
   }
 
   // the sums of the block's rows of threads, one after the other
