@@ -30,15 +30,15 @@ DEVICE float noisy(float v, i64 index) {
 }
 """
 ENCODE = "encode_words<FORMAT>(v, words[r]);"  # in quantize_transpose: eight neighbours of row + r
-CHANGED = f"for (int c = 0; c < 8; ++c) v[c] = noisy(v[c], (row + r) * columns + column + c);\n    {ENCODE}"
-SOURCE = manifest.text("quantize.cu").replace('#include "fp8.cuh"', f'#include "fp8.cuh"\n{NOISE}').replace(ENCODE, CHANGED)
+CHANGED = f"for (int c = 0; c < 8; ++c) v[c] = noisy(v[c], (row + r) * job.columns + column + c);\n    {ENCODE}"
+SOURCE = manifest.text("quantize.cu").replace('#include "rows.cuh"', f'#include "rows.cuh"\n{NOISE}').replace(ENCODE, CHANGED)
 RANDOM = np.random.default_rng(0)
 
 
 def stochastic(original, x, cast, dbias, workspace, stream):
     """On a CPU: scales, amax, padding and sums are the original's, the codes the codec's, rounded stochastically."""
     original(x, cast, dbias, workspace, stream)
-    scaled = lab.native(x).astype(np.float32) * lab.native(cast.scale)
+    scaled = lab.native(x).astype(np.float32) / lab.native(cast.scale_inv)
     codes = codec.encode(scaled, cast.format, "stochastic", True, RANDOM.integers(1 << 32, size=x.shape, dtype=np.uint32))
     for view, values in ((cast.q, codes), (cast.q_t, codes.T)):
         if view is not None:

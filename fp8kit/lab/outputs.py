@@ -78,7 +78,7 @@ def walk(value: Any, change: Callable[[ArrayView], ArrayView]) -> Any:
         return change(value)
     if isinstance(value, Cast):
         arrays = {name: walk(getattr(value, name), change) for name in _CAST}
-        return Cast(value.format, **arrays)
+        return Cast(value.format, **arrays, rule=value.rule)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(walk(part, change) for part in value))
     if isinstance(value, list | tuple):

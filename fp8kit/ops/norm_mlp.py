@@ -94,8 +94,14 @@ class _Stages:
 
     @property
     def delayed(self) -> bool:
-        """Whether the activation writes fc2's input, and its gradient fc1's output gradient, in FP8."""
+        """Whether the activation's gradient writes fc1's output gradient in FP8."""
         return self.fc2.delayed
+
+    @property
+    def casts(self) -> bool:
+        """Whether the activation writes fc2's input in FP8: with a scale for the tensor, after a pass that takes its amax where that is
+        not known before. So nothing in high precision is written to be read again."""
+        return self.fc2.spec.fp8 is not None and not self.fc2.spec.fp8.blocks
 
     @property
     def reach(self) -> bool:
@@ -117,7 +123,7 @@ class _Stages:
         out = self.norm.scratch() | self.fc1.scratch() | self.fc2.scratch()
         if "h" not in saved:
             out["h"] = Meta((self.fc1.m, self.fc1.n), self.norm.x.dtype)
-        if "act" not in saved and not self.delayed:
+        if "act" not in saved and not self.casts:
             out["act"] = Meta((self.fc2.m, self.fc2.k), self.norm.x.dtype)
         return out
 
@@ -268,13 +274,14 @@ class NormMLP(Operation):
         k, fc2, h = plan.kernels, st.fc2, saved.get("h") or scratch.get("h")
         assert h is not None
         act = saved.get("act") or scratch.get("act")
-        current = fc2.takes_amax("x")
-        cast = fc2.x_cast(inputs, outputs, saved, scratch) if st.delayed else None
-        amax = outputs["fc2_x_amax"] if current else None
-        k.act_fwd(h, inputs.get("fc1_bias0"), act, amax, cast, s.activation, s.activation_params, stream)
-        if not st.delayed:
+        given_to = h, inputs.get("fc1_bias0")
+        if fc2.takes_amax("x"):
+            k.act_fwd(*given_to, None, outputs["fc2_x_amax"], None, s.activation, s.activation_params, stream)
+        cast = fc2.x_cast(inputs, outputs, saved, scratch) if st.casts else None
+        k.act_fwd(*given_to, act, None, cast, s.activation, s.activation_params, stream)
+        if not st.casts:
             assert act is not None
-            fc2.cast_x(k, act, inputs, outputs, saved, scratch, stream, amax_known=current)
+            fc2.cast_x(k, act, inputs, outputs, saved, scratch, stream)
         done(scratch, "h")
         if fc2.spec.fp8 is None:
             return act

@@ -162,7 +162,7 @@ class Product:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
-        """Where a fused kernel writes this product's input (``delayed``)."""
+        """Where a fused kernel writes this product's input, FP8 with one scale a tensor, once that or the amax is there."""
         raise NotImplementedError
 
     def cast_x(

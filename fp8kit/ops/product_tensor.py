@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import DType, float32, uint8
 from fp8kit.ops.product import Product, ProductSpec, WeightJob, given, want
-from fp8kit.ops.quant import FLT_MAX, Fp8, pad, quantize_operand
+from fp8kit.ops.quant import Fp8, pad, quantize_operand
 from fp8kit.scratch import done
 from fp8kit.spec import Meta, Metas, Views
 
@@ -128,8 +128,9 @@ class TensorProduct(Product):
 
     def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
         inv = given(saved if self.keeps else scratch, self.x_inv)
-        scale = given(inputs, self.x_scale)
-        return Cast(self.fp8.x.format, scratch.get(self.x_q), saved.get(self.x_qt), scale, inv, outputs.get(self.x_amax))
+        scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs, scratch)
+        q, q_t = scratch.get(self.x_q), saved.get(self.x_qt)
+        return Cast(self.fp8.x.format, q, q_t, scale, inv, amax, self.fp8.x.rule)  # type: ignore[arg-type]
 
     def cast_x(
         self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int, amax_known: bool = False
@@ -154,15 +155,12 @@ class TensorProduct(Product):
             for name in self.weights:
                 part = given(inputs, name)
                 k.amax(part, amax, part.shape, stream)
-        if quant.source != "scale":
-            k.scale_from_amax(amax, scale, scale_inv, quant.format.max, quant.power_2, quant.epsilon, FLT_MAX, stream)
-        recorded = amax if quant.source == "scale" else None
-        for part, cast in self._weight_casts(inputs, w_q, w_qt, scale, scale_inv, recorded):
+        for part, cast in self._weight_casts(inputs, w_q, w_qt, scale, scale_inv, amax, quant.rule):
             k.quantize_transpose(part, cast, None, None, stream)
 
     def _weight_casts(
         self, inputs: Views, w_q: ArrayView | None, w_qt: ArrayView | None, scale: ArrayView | None, scale_inv: ArrayView | None,
-        amax: ArrayView | None,
+        amax: ArrayView | None, rule: Rule | None = None,
     ) -> Iterator[tuple[ArrayView, Cast]]:  # fmt: skip
         """Each weight segment, and where it goes."""
         for i, (name, start) in enumerate(zip(self.weights, self.starts, strict=True)):
@@ -173,7 +171,7 @@ class TensorProduct(Product):
                 q_t = None if w_qt is None else w_qt.slice(1, start, rows)
             if not self.oi:
                 q, q_t = q_t, q
-            yield given(inputs, name), Cast(self.fp8.w.format, q, q_t, scale, scale_inv, amax)  # type: ignore[arg-type]
+            yield given(inputs, name), Cast(self.fp8.w.format, q, q_t, scale, scale_inv, amax, rule)  # type: ignore[arg-type]
 
     @classmethod
     def cast_weights(cls, k: Any, jobs: Sequence[WeightJob], numbers: ArrayView, stream: int) -> None:
@@ -184,7 +182,7 @@ class TensorProduct(Product):
         if quant.source == "current":
             segments = [(given(job.inputs, name), amax) for job, amax in zip(jobs, amaxes, strict=True) for name in job.product.weights]
             k.amax_many(*map(list, zip(*segments, strict=True)), stream)
-            rule = quant.format.max, quant.power_2, quant.epsilon, FLT_MAX
+            rule = quant.format.max, quant.power_2, quant.epsilon, float32.max
             k.scale_from_amax(*(flat.slice(0, row * count, count) for row in range(3)), *rule, stream)
             scales = [flat.slice(0, count + i, 1) for i in range(count)]
         casts: list[tuple[ArrayView, Cast]] = []

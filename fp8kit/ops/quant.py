@@ -7,14 +7,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.protocol import BLOCK, Cast
+from fp8kit.backends.protocol import BLOCK, Cast, Rule
 from fp8kit.errors import FormatError, RecipeError, expected
 from fp8kit.formats import Format
 
 if TYPE_CHECKING:
     from fp8kit.recipe import Recipe
 
-FLT_MAX = 3.4028234663852886e38
 ALIGN = 16  # FP8 products take dimensions that are multiples of 16 (cuBLASLt, "FP8 data types")
 
 
@@ -45,6 +44,11 @@ class Quant:
         tiles = ((1, BLOCK), (BLOCK, BLOCK)) if self.source == "block" else (None,)
         if self.tile not in tiles:
             raise FormatError(expected("Quant", "tile", self.tile, f"{' or '.join(map(str, tiles))} for source {self.source!r}"))
+
+    @property
+    def rule(self) -> Rule | None:
+        """What makes the tensor's scale of its amax; None where the scale is given, or each block has its own."""
+        return Rule(self.power_2, self.epsilon) if self.source in ("current", "amax") else None
 
 
 @dataclass(frozen=True)
@@ -124,14 +128,10 @@ def quantize_operand(
 ) -> None:
     """Cast ``x``, h (M, N), to both orientations by the operand's rule, with one scale for the tensor.
 
-    ``scale``: float32 [1], the given scale, or scratch that the rule writes. ``amax``: float32 [1], zeroed or a running maximum: the amax
+    ``scale``: float32 [1], the given scale, or any where there is a rule. ``amax``: float32 [1], zeroed or a running maximum: the amax
     output, or for "amax" the given one. ``amax_known``: a fused kernel has put the amax there already.
     """
     assert scale is not None
-    if quant.source == "scale":
-        k.quantize_transpose(x, Cast(quant.format, q, q_t, scale, scale_inv, amax), dbias, workspace, stream)
-        return
     if quant.source == "current" and not amax_known:
         k.amax(x, amax, x.shape, stream)
-    k.scale_from_amax(amax, scale, scale_inv, quant.format.max, quant.power_2, quant.epsilon, FLT_MAX, stream)
-    k.quantize_transpose(x, Cast(quant.format, q, q_t, scale, scale_inv, None), dbias, workspace, stream)
+    k.quantize_transpose(x, Cast(quant.format, q, q_t, scale, scale_inv, amax, quant.rule), dbias, workspace, stream)

@@ -1,19 +1,21 @@
 // functions: act_fwd, act_bwd
 // variants: ACT=gelu,qgelu,relu,silu,srelu,geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16; TILES=mixed
-// variants: ACT=gelu,qgelu,relu,silu,geglu,glu,qgeglu,reglu,sreglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2
+// variants: ACT=gelu,qgelu,relu,silu,geglu,glu,qgeglu,reglu,sreglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2,none
 //
 // y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either orientation, or both, with amax and column sums, in one pass.
 //
 // A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8 columns of a tile: 16-byte reads,
 // 8 neighbouring codes of q a write; the transposed codes are turned in registers and pass through shared memory, so that q_t is written
 // 64 bytes a row. Elements outside x are read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there. TILES=e4m3,
-// e5m2: only whole tiles of aligned arrays, wanted as codes of that format in both orientations and nothing else; nothing is asked there.
+// e5m2, none: only whole tiles of aligned arrays, wanted as codes of that format in both orientations and nothing else, or for their amax
+// alone; nothing is asked there.
 
 #include "rows.cuh"
 
 constexpr int TILE_ROWS = 64, TILE_COLUMNS = 128, THREADS = 256;
 
 struct mixed;
+struct none;
 template <typename A, typename B> struct Same { static constexpr bool value = false; };
 template <typename A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool WHOLE = !Same<TILES, mixed>::value;
@@ -25,7 +27,9 @@ typedef IndexOf<sizeof(T)>::type Index;
 
 // What is known of a cast, told to the compiler.
 DEVICE Cast known(Cast cast) {
-  if (WHOLE) {
+  if (Same<TILES, none>::value) {
+    cast.q = cast.q_t = nullptr;
+  } else if (WHOLE) {
     __builtin_assume(cast.q != nullptr && cast.q_t != nullptr);
     cast.is_e5m2 = Same<TILES, e5m2>::value;
   }

@@ -7,6 +7,7 @@
 
 // The two formats as types, so that -DFORMAT=e4m3 chooses one. In the PTX instruction the first source fills the upper byte.
 struct e4m3 {
+  static constexpr float MAX = 448.0f;
   static __device__ __forceinline__ u16 pair(float low, float high) {
     u16 codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
@@ -20,6 +21,7 @@ struct e4m3 {
 };
 
 struct e5m2 {
+  static constexpr float MAX = 57344.0f;
   static __device__ __forceinline__ u16 pair(float low, float high) {
     u16 codes;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));

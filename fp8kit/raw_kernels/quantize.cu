@@ -88,6 +88,13 @@ struct Job {
   const float* scale;
   float *scale_inv, *amax, *partials;
   i64 rows, columns, padded_rows, padded_columns, q_stride, qt_stride;
+  const float* known_amax;  // where the scale is to be made of it by the rule of current scaling, with these
+  f64 epsilon;
+  i64 power_2;
+
+  __device__ __forceinline__ float scale_now() const {
+    return known_amax == nullptr ? *scale : scale_of(*known_amax, FORMAT::MAX, (float)epsilon, FLT_MAX, power_2);
+  }
 };
 
 struct Room {
@@ -107,7 +114,7 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     in[r] = read8(job.x + (row + r) * job.columns + column, WHOLE || row + r < job.rows ? valid : 0, wide);
-  const float scale = *job.scale;
+  const float scale = job.scale_now();
 
   Peak<T> peak;
   float total[8] = {};
@@ -172,7 +179,7 @@ DEVICE void cast_one(const Job& job, u32 tile) {
   __shared__ Room room;
   const u32 across = job.padded_columns ? (u32)ceil_div(job.padded_columns, COLUMNS) : 1;
   const i64 top_row = (i64)(tile / across) * ROWS, left = (i64)(tile % across) * COLUMNS;
-  if (tile == 0 && threadIdx.x == 0) *job.scale_inv = __fdiv_rn(1.0f, *job.scale);
+  if (tile == 0 && threadIdx.x == 0) *job.scale_inv = __fdiv_rn(1.0f, job.scale_now());
   const bool whole = top_row + ROWS <= job.rows && left + COLUMNS <= job.columns && rows_aligned<16>(job.x, job.columns) &&
                      rows_aligned<8>(job.q, job.q_stride) && rows_aligned<16>(job.q_t, job.qt_stride);
   if (whole)
@@ -184,8 +191,10 @@ DEVICE void cast_one(const Job& job, u32 tile) {
 // A one-dimensional grid, a block a tile.
 extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x, u8* q, u8* q_t, const float* scale, float* scale_inv,
                                                                      float* amax, float* partials, i64 rows, i64 columns,
-                                                                     i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride) {
-  cast_one({x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride, qt_stride}, blockIdx.x);
+                                                                     i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride,
+                                                                     const float* known_amax, f64 epsilon, i64 power_2) {
+  cast_one({x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride, qt_stride, known_amax,
+            epsilon, power_2}, blockIdx.x);
 }
 
 constexpr int CAST_TENSORS = 48;
@@ -205,6 +214,6 @@ struct CastTable {
 extern "C" __global__ void __launch_bounds__(256) quantize_transpose_many(i64 count, const __grid_constant__ CastTable table) {
   const int t = tensor_of(table.first, count);
   cast_one({table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr, table.rows[t],
-            table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t], table.qt_stride[t]},
+            table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t], table.qt_stride[t], nullptr, 0.0, 0},
            blockIdx.x - table.first[t]);
 }

@@ -1,6 +1,7 @@
 // Matrices walked eight columns at a time: the unit in which the memory-bound kernels read, round, transpose and write.
 #pragma once
 #include "fp8.cuh"
+#include "scale.cuh"
 
 // How many of the eight columns from `column` on lie before `end`.
 DEVICE int columns_left(i64 column, i64 end) { return column >= end ? 0 : end - column >= 8 ? 8 : (int)(end - column); }
@@ -131,6 +132,9 @@ struct Cast {
   i64 q_rows, q_columns, q_stride;
   i64 t_rows, t_columns, t_stride;
   i64 is_e5m2;
+  const float* known_amax;  // where the scale is to be made of it by the rule of current scaling, with these
+  f64 epsilon;
+  i64 power_2;
 
   __device__ __forceinline__ bool wanted() const { return q != nullptr || q_t != nullptr; }
 };
@@ -138,7 +142,8 @@ struct Cast {
 // The scale, and 1 / scale written by the grid's first thread.
 DEVICE float cast_scale(const Cast& cast) {
   if (!cast.wanted()) return 1.0f;
-  const float scale = *cast.scale;
+  const float most = cast.is_e5m2 ? e5m2::MAX : e4m3::MAX, *known = cast.known_amax;
+  const float scale = known == nullptr ? *cast.scale : scale_of(*known, most, (float)cast.epsilon, FLT_MAX, cast.power_2);
   if (blockIdx.x == 0 && thread_rank() == 0) *cast.scale_inv = 1.0f / scale;
   return scale;
 }

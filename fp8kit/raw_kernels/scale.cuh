@@ -2,6 +2,8 @@
 #pragma once
 #include "common.cuh"
 
+constexpr float FLT_MAX = 3.402823466e+38f;
+
 // Transformer Engine's compute_scale_from_amax: 1 where the amax is 0, Inf or NaN; a power of two where asked for, rounded down.
 DEVICE float scale_of(float amax, float fp8_max, float epsilon, float value_for_inf, bool power_2) {
   if (amax < epsilon) amax = epsilon;  // a NaN stays

@@ -4,8 +4,8 @@
 // variants: STATES=8,96
 #include "scale.cuh"
 
-// delayed scaling's least and greatest scale: 2**-126, the least number with all its bits, and the greatest (DELAYED_SCALES)
-constexpr float SMALLEST = 1.175494351e-38f, LARGEST = 3.402823466e+38f;
+// delayed scaling's least scale, 2**-126, the least number with all its bits; FLT_MAX is the greatest (DELAYED_SCALES)
+constexpr float SMALLEST = 1.175494351e-38f;
 
 extern "C" __global__ void __launch_bounds__(256) scale_from_amax(const float* amax, float* scale, float* scale_inv, i64 n, f64 fp8_max,
                                                                   f64 epsilon, f64 value_for_inf, i64 power_2) {
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(128) update_delayed(i64 most_recent
   if (most_recent) amax = newest;
   if (threadIdx.x == 0) {
     float s = state.scale[tensor];
-    if (amax > 0.0f && amax < INF) s = fminf(fmaxf(__fdiv_rn(state.maximum, amax), SMALLEST), LARGEST);
+    if (amax > 0.0f && amax < INF) s = fminf(fmaxf(__fdiv_rn(state.maximum, amax), SMALLEST), FLT_MAX);
     state.scale[tensor] = s;
     state.scale_inv[tensor] = __fdiv_rn(1.0f, s);
   }

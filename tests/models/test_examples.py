@@ -180,8 +180,8 @@ def test_kernel_lab(printed, tmp_path, monkeypatch):
     # five standard deviations of the mean of 256 x 256 roundings to 1 or 1.125, each used in 256 products; bfloat16's rounding on a GPU
     fraction = 0.03 / 0.125
     assert abs(stochastic - 1.03) < 5 * 0.125 * np.sqrt(fraction * (1 - fraction)) / 256 + 2.0**-8
-    assert "quantize_transpose: of 60 cases 0 have other codes" in text
-    assert numbers(r"override\.quantize_transpose: of 60 cases (\d+) have other codes than nearest", text)[0] > 0
+    assert "quantize_transpose: of 96 cases 0 have other codes" in text
+    assert numbers(r"override\.quantize_transpose: of 96 cases (\d+) have other codes than nearest", text)[0] > 0
     assert "WRONG" not in text
     assert len(numbers(r"us, ([\d.]+) GB/s", text)) == 2
     calls = numbers(r"(\d+) calls of mine", text)

@@ -14,7 +14,7 @@ from fp8kit.formats import E4M3, E5M2
 BLOCKS = 1056
 TYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
-_CAST = struct.Struct("=12q")  # raw_kernels/rows.cuh, struct Cast
+_CAST = struct.Struct("=13qdq")  # raw_kernels/rows.cuh, struct Cast
 _NO_CAST = bytes(_CAST.size)
 
 
@@ -36,15 +36,16 @@ def ceil_div(a: int, b: int) -> int:
 def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
     """The kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for formats other than E4M3 and E5M2."""
     if cast is None:
-        return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, 0, 0, 0, 0, 0, 0, 0)
+        return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, *(0,) * 8, 0.0, 0)
     if cast.format != E4M3 and cast.format != E5M2:
         raise BackendError(expected("cast", "format", cast.format, "E4M3 or E5M2"))
-    q, q_t = cast.q, cast.q_t
+    q, q_t, rule = cast.q, cast.q_t, cast.rule
+    found, known = (address(cast.amax), 0) if rule is None else (0, address(cast.amax))
     return _CAST.pack(
-        address(q), address(q_t), cast.scale.ptr, cast.scale_inv.ptr, address(cast.amax),
+        address(q), address(q_t), cast.scale.ptr, cast.scale_inv.ptr, found,
         *((0, 0, 0) if q is None else (*q.shape, q.strides[0])),
         *((0, 0, 0) if q_t is None else (*q_t.shape, q_t.strides[0])),
-        int(cast.format == E5M2),
+        int(cast.format == E5M2), known, *((0.0, 0) if rule is None else (rule.epsilon, rule.power_2)),
     )
 
 

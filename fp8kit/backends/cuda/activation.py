@@ -56,16 +56,19 @@ def _for_whole_tiles() -> frozenset[tuple[str, str]]:
 def tiles_of(activation: str, arrays: tuple[ArrayView, ...], rows: int, columns: int, plain: ArrayView | None, cast: Cast | None,
              padded: bool) -> str:
     """Which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where ``arrays`` are read and only both
-    orientations of the cast are written, without padding; otherwise the one for any."""
-    if cast is None or plain is not None or cast.q is None or cast.q_t is None or padded:
+    orientations of the cast are written, without padding, or nothing but the amax; otherwise the one for any."""
+    if plain is not None or padded:
         return _MIXED
-    tall = _TILE_ROWS * _tiles(rows, columns)
-    places = cast.q_t.ptr | cast.q_t.strides[0] | (cast.q.ptr | cast.q.strides[0]) << 1  # multiples of 16, of 8
+    tall, places = _TILE_ROWS * _tiles(rows, columns), 0
+    if cast is not None:
+        if cast.q is None or cast.q_t is None:
+            return _MIXED
+        places = cast.q_t.ptr | cast.q_t.strides[0] | (cast.q.ptr | cast.q.strides[0]) << 1  # multiples of 16, of 8
     for array in arrays:
         places |= array.ptr
     if rows % tall or columns % _TILE_COLUMNS or places % 16 or (activation, launch.type_name(arrays[0].dtype)) not in _for_whole_tiles():
         return _MIXED
-    return "e4m3" if cast.format == E4M3 else "e5m2"
+    return "none" if cast is None else "e4m3" if cast.format == E4M3 else "e5m2"
 
 
 def act_fwd(x: ArrayView, bias: ArrayView | None, y: ArrayView | None, amax: ArrayView | None, cast: Cast | None,

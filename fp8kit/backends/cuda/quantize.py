@@ -154,10 +154,12 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     kernel = launch.kernel("quantize.cu", "quantize_transpose", index, T=name, FORMAT=_FORMAT_NAMES[cast.format.name])
     grid = -(-padded_rows // _TILE_ROWS) * -(-padded_columns // _TILE_COLUMNS)
     partials = workspace.ptr if dbias is not None and workspace is not None else 0
+    amax, rule = 0 if cast.amax is None else cast.amax.ptr, cast.rule
     args = (
         x.ptr, 0 if q is None else q.ptr, 0 if q_t is None else q_t.ptr, cast.scale.ptr, cast.scale_inv.ptr,
-        0 if cast.amax is None else cast.amax.ptr, partials, rows, columns, padded_rows, padded_columns,
+        amax if rule is None else 0, partials, rows, columns, padded_rows, padded_columns,
         0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t),
+        *((0, 0.0, 0) if rule is None else (amax, rule.epsilon, rule.power_2)),
     )
     launch.launch(kernel, max(grid, 1), _THREADS, args, stream)
     if dbias is not None:

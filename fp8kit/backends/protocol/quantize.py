@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fp8kit.arrays import ArrayView, Shape
 from fp8kit.formats import Format
+
+
+class Rule(NamedTuple):
+    """Current scaling's rule: ``scale_from_amax`` with the largest value of a cast's format, and float32's for an Inf."""
+
+    power_2: bool
+    epsilon: float
 
 
 class Cast:
@@ -21,12 +28,15 @@ class Cast:
       strided along rows (last stride 1): several weight segments are cast into one buffer.
     * ``scale``: float32[1], read. ``scale_inv``: float32[1], written ``1 / scale``.
     * ``amax``: float32[1] or None, max-accumulated with max|result|.
+    * ``rule``: where there is one, the scale is what it makes of ``amax``, which is read and not changed; ``scale`` is neither read nor
+      written. Not in ``quantize_transpose_many``.
     """
 
-    __slots__ = ("amax", "format", "q", "q_t", "scale", "scale_inv")
+    __slots__ = ("amax", "format", "q", "q_t", "rule", "scale", "scale_inv")
 
     def __init__(
-        self, format: Format, q: ArrayView | None, q_t: ArrayView | None, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None
+        self, format: Format, q: ArrayView | None, q_t: ArrayView | None, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None,
+        rule: Rule | None = None,
     ) -> None:
         self.format = format
         self.q = q
@@ -34,6 +44,7 @@ class Cast:
         self.scale = scale
         self.scale_inv = scale_inv
         self.amax = amax
+        self.rule = rule
 
 
 BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``

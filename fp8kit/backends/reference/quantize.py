@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import ArrayView
+from fp8kit.arrays import ArrayView, as_view
 from fp8kit.backends.protocol import Cast
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
 from fp8kit.backends.reference.philox import words
 from fp8kit.backends.reference.scales import accumulate, tiles
 from fp8kit.backends.reference.threads import njit, prange
-from fp8kit.formats import Format
+from fp8kit.formats import Format, float32
 
 Array = np.ndarray[Any, Any]
 
@@ -207,10 +207,16 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     across = -(-max(x.shape[1], q.columns, q_t.rows) // _COLUMNS)
     most = np.zeros((down * across, 1), np.uint32)
     sums = _NO_SUMS if dbias is None else np.zeros((down, x.shape[1]))
-    _cast_both(bits(x), cast.scale.numpy(), how, across, q, q_t, most.reshape(-1), sums)
-    _reciprocal(cast.scale, cast.scale_inv)
-    if cast.amax is not None:
-        accumulate(most, max(len(most), 1), cast.amax)
+    scale, rule = cast.scale, cast.rule
+    if rule is not None:
+        assert cast.amax is not None
+        scale = as_view(np.empty(1, np.float32))
+        scales.scale_from_amax(cast.amax, scale, cast.scale_inv, cast.format.max, rule.power_2, rule.epsilon, float32.max, stream)
+    _cast_both(bits(x), scale.numpy(), how, across, q, q_t, most.reshape(-1), sums)
+    if rule is None:
+        _reciprocal(scale, cast.scale_inv)
+        if cast.amax is not None:
+            accumulate(most, max(len(most), 1), cast.amax)
     if dbias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             dbias.numpy()[...] = np.add.reduce(sums, axis=0).astype(dbias.dtype.numpy)

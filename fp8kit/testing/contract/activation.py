@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.activation import ACTIVATIONS
-from fp8kit.backends.protocol import Cast, Kernels
+from fp8kit.backends.protocol import Cast, Kernels, Rule
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, Format, float32
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from fp8kit.testing.contract import get, poisoned, put, workspace
@@ -118,7 +118,7 @@ def _fwd(dtype: DType, activation: str, shape: tuple[int, int], biased: bool = F
 
 
 def _fwd_cast(dtype: DType, activation: str, shape: tuple[int, int], fmt: Format, pad: tuple[int, int], keep_y: bool,
-              transposed: bool = True) -> Callable[[Kernels, Device], None]:
+              transposed: bool = True, rule: Rule | None = None) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, True)
 
@@ -127,12 +127,25 @@ def _fwd_cast(dtype: DType, activation: str, shape: tuple[int, int], fmt: Format
 
         plain = poisoned(out, dtype, device)
         call(plain, None)
-        cast, check = check_fused(kernels, device, out, fmt, get(plain), pad, transposed)
+        cast, check = check_fused(kernels, device, out, fmt, get(plain), pad, transposed, rule)
         y = poisoned(out, dtype, device) if keep_y else None
         call(y, cast)
         if y is not None:
             assert_same_bits("y", get(y), get(plain))
         check()
+
+    return run
+
+
+def _amax_alone(dtype: DType, activation: str, shape: tuple[int, int]) -> Callable[[Kernels, Device], None]:
+    """The amax of a result that is written nowhere: the same as of the one that is."""
+
+    def run(kernels: Kernels, device: Device) -> None:
+        x, bias, out = _data(dtype, shape, activation, True)
+        y, amaxes = poisoned(out, dtype, device), [put(np.zeros(1, np.float32), device) for _ in range(2)]
+        for where, amax in zip((y, None), amaxes, strict=True):
+            kernels.act_fwd(put(x, device), _put(bias, device), where, amax, None, activation, _params(activation), 0)
+        assert_same_bits("amax", get(amaxes[1]), get(amaxes[0]))
 
     return run
 
@@ -212,7 +225,12 @@ CASES = [
                        for a in ACTIVATIONS for f in (E4M3, E5M2)}),
     *table("act_fwd", {f"{d.name}-{a}-cast-padded-y": _fwd_cast(d, a, (17, 33), E5M2, (15, 15), True)
                        for d in HIGH_PRECISION for a in ACTIVATIONS}),
+    *table("act_fwd", {f"{d.name}-{f}-cast-by-amax-{s[0]}-{r.power_2}": _fwd_cast(d, "gelu", s, f, (0, 0), False, True, r)
+                       for d in HIGH_PRECISION for f in (E4M3, E5M2) for s in ((32, 48), (128, 256))
+                       for r in (Rule(False, 0.0), Rule(True, 1e3))}),
     *table("act_fwd", {f"{d.name}-gelu-cast-rowwise": _fwd_cast(d, "gelu", (70, 80), E4M3, (10, 0), False, False) for d in HIGH_PRECISION}),
+    *table("act_fwd", {f"{d.name}-{a}-amax-alone-{s[0]}x{s[1]}": _amax_alone(d, a, s) for d in HIGH_PRECISION for a in ACTIVATIONS
+                       for s in ((17, 33), (128, 256))}),
     *table("act_fwd", {f"{a}-nan": _nan(a) for a in ACTIVATIONS}),
     *table("act_bwd", {f"{d.name}-{a}-{s[0]}x{s[1]}": _bwd(d, a, s) for d in HIGH_PRECISION for a in ACTIVATIONS for s in _SHAPES}),
     *table("act_bwd", {f"{d.name}-{a}-bias-amax-{x}": _bwd(d, a, (70, 40), True, x) for d in HIGH_PRECISION for a in ACTIVATIONS

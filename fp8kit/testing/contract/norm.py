@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8kit import arrays, codec
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.protocol import Cast, Kernels, Normalization
+from fp8kit.backends.protocol import Cast, Kernels, Normalization, Rule
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, Format, float32, uint8
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from fp8kit.testing.contract import get, poisoned, put, workspace
@@ -24,18 +24,25 @@ EPSILON = 1e-5
 
 
 def check_fused(kernels: Kernels, device: Device, shape: tuple[int, int], fmt: Format, plain: Array, pad: tuple[int, int] = (0, 0),
-                transposed: bool = True) -> tuple[Cast, Callable[[], None]]:
+                transposed: bool = True, rule: Rule | None = None) -> tuple[Cast, Callable[[], None]]:
     """A Cast to hand to a fused kernel, and a check of all it wrote against ``plain``, the same engine's unfused result.
 
-    ``pad`` more rows and columns of codes are asked for. The amax starts at a value below the result's.
+    ``pad`` more rows and columns of codes are asked for. The amax starts at a value below the result's; with a ``rule`` it is half of the
+    result's, so that some values saturate, and the scale is not given.
     """
     m, n = shape
     rows, columns = m + pad[0], n + pad[1]
-    scale = np.array([37.7], np.float32)
+    largest = np.abs(plain.astype(np.float32)).max(initial=0)
+    start = np.float32(0.001) if rule is None else np.float32(largest / 2)
+    scale, unread = np.array([37.7], np.float32), poisoned((1,), float32, device)
+    if rule is not None:
+        scale[0] = np.float32(fmt.max) / np.maximum(start, np.float32(rule.epsilon))
+        if rule.power_2:
+            scale[0] = 2.0 ** np.floor(np.log2(scale[0]))
     q = poisoned((rows, columns), uint8, device)
     q_t = poisoned((columns, rows), uint8, device) if transposed else None
-    amax = put(np.array([0.001], np.float32), device)
-    cast = Cast(fmt, q, q_t, put(scale, device), poisoned((1,), float32, device), amax)
+    amax = put(np.array([start], np.float32), device)
+    cast = Cast(fmt, q, q_t, put(scale, device) if rule is None else unread, poisoned((1,), float32, device), amax, rule)
 
     def check() -> None:
         codes = np.zeros((rows, columns), np.uint8)
@@ -44,8 +51,7 @@ def check_fused(kernels: Kernels, device: Device, shape: tuple[int, int], fmt: F
         if q_t is not None:
             assert_same_bits("q_t", get(q_t), np.ascontiguousarray(codes.T))
         assert_same_bits("scale_inv", get(cast.scale_inv), np.float32(1) / scale)
-        most = max(np.float32(0.001), np.abs(plain.astype(np.float32)).max(initial=0))
-        assert_same_bits("amax", get(amax), np.array([most], np.float32))
+        assert_same_bits("amax", get(amax), np.array([max(start, largest) if rule is None else start], np.float32))
 
     return cast, check
 

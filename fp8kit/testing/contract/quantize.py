@@ -9,10 +9,12 @@ import numpy as np
 
 from fp8kit import codec, formats
 from fp8kit.arrays import ArrayView, Device
-from fp8kit.backends.protocol import Cast, Kernels
+from fp8kit.backends.protocol import Cast, Kernels, Rule
 from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from fp8kit.testing.contract import Case, get, poisoned, put, workspace
+from fp8kit.testing.contract.elementwise import draw
+from fp8kit.testing.contract.norm import check_fused
 
 Array = np.ndarray[Any, Any]
 Tile = tuple[int, int]
@@ -240,6 +242,14 @@ def _pad16(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def _run_transpose_by_amax(kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, rule: Rule) -> None:
+    """The scale is made of an amax that is there already."""
+    x = draw(4, shape, dtype, 3.0)
+    cast, check = check_fused(kernels, device, shape, fmt, x, rule=rule)
+    kernels.quantize_transpose(put(x, device), cast, None, None, 0)
+    check()
+
+
 def _run_transpose(kernels: Kernels, device: Device, fmt: Format, dtype: DType, shape: Tile, outputs: str = "both",
                    dbias: bool = False) -> None:
     x = _sample(*shape, dtype, seed=3)
@@ -346,6 +356,10 @@ def _cases() -> Iterator[Case]:
             yield case("dequantize", f"{fmt}-{dtype.name}", _run_dequantize, fmt, dtype, (7, 111), WHOLE)
             for m, n in ((1, 1), (16, 16), (33, 65), (128, 80), (200, 130), (256, 192), (0, 70)):
                 yield case("quantize_transpose", f"{fmt}-{dtype.name}-{m}x{n}", _run_transpose, fmt, dtype, (m, n))
+            for m, n in ((16, 32), (256, 192)):
+                for rule in (Rule(False, 0.0), Rule(True, 1e3)):
+                    name = f"{fmt}-{dtype.name}-{m}x{n}-by-amax-{rule.power_2}"
+                    yield case("quantize_transpose", name, _run_transpose_by_amax, fmt, dtype, (m, n), rule)
             for outputs in ("q", "q_t"):
                 yield case("quantize_transpose", f"{fmt}-{dtype.name}-{outputs}-only", _run_transpose, fmt, dtype, (70, 48), outputs)
             for m, n in ((150, 70), (256, 128)):
