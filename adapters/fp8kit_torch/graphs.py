@@ -6,6 +6,7 @@ after each replay as it is without a graph, so that modules inside and outside o
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def make_graphed_callables(
     if found.delayed() and (on or watching):
         for layer in (layer for part in layers for layer in part):
             layer.prepare(found.amax_history_len)  # type: ignore[attr-defined]
-    with _unchanged(layers), held(), autocast(on, watching, found), warnings.catch_warnings():
+    with _unchanged(layers), held(), autocast(on, watching, found), _uncollected(), warnings.catch_warnings():
         # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another stream
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
         torch.cuda.make_graphed_callables(given, samples, num_warmup_iters, allow_unused_input, pool)
@@ -101,6 +102,20 @@ def _either(op: str, name: str, value: Any, old: Any) -> Any:
 
 def _layers(module: nn.Module) -> list[TransformerEngineBaseModule]:
     return [layer for layer in module.modules() if isinstance(layer, TransformerEngineBaseModule)]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing that is garbage before, or becomes it in a cycle, is freed within: what that does, to a kernel's module or to memory, may end a
+    capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
