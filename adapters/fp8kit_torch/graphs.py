@@ -106,8 +106,7 @@ def _layers(module: nn.Module) -> list[TransformerEngineBaseModule]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nothing that is garbage before, or becomes it in a cycle, is freed within: what that does, to a kernel's module or to memory, may end a
-    capture."""
+    """Garbage is collected before and not within: what it frees, a kernel's module or memory, may end a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
