@@ -107,22 +107,6 @@ def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     assert (again.chosen, calls) == (1, [])  # another process would not time either
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(512, 0), (4096, 1)])
-def test_of_large_products_the_one_is_taken_that_is_fastest_under_its_own_load(driver: _Driver, size: int, wanted: int) -> None:
-    cool, hot = (1.0, 1.02, 3.0), (1.1, 1.03, 2.0)  # milliseconds; the last one is too far from the first to be tried
-    plan = _Plan(MatmulKey(size, size, size, "nt", bfloat16, bfloat16, float32, size, size, size, timed=True))
-    row: list[int] = []  # calls of the same algorithm in a row
-
-    def run(out: int) -> None:
-        if row and row[-1] != plan.chosen:
-            row.clear()
-        row.append(plan.chosen)
-        driver.now += (hot if len(row) > 30 else cool)[plan.chosen]
-
-    algorithms.settle(plan, run, 7)  # type: ignore[arg-type]
-    assert plan.chosen == wanted
-
-
 @pytest.mark.parametrize("text", ["", "{}", '{"seconds": [1, 2], "chosen": 0}', '{"seconds": [1, 2, 3], "chosen": 3}', "[1]"])
 def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: Any, text: str) -> None:
     plan = _Plan()

@@ -1,10 +1,8 @@
 """Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, at its first call; the answer is kept on disk.
 
 The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is up to 8 % faster
-(benchmarks/NOTES.md). A GPU at its power limit lowers its clock, the more the less efficient an algorithm is: where a product is large,
-those that are near the best are timed once more, each under its own load. Which one wins depends on clocks and neighbours, and algorithms
-differ in how they sum; so these kernels may give other bits in another process, say so (``OpImpl.deterministic``), and are left out under
-``fk.deterministic``, where the first one is taken.
+(benchmarks/NOTES.md). Which one wins depends on clocks and neighbours, and algorithms differ in how they sum; so these kernels may give
+other bits in another process, say so (``OpImpl.deterministic``), and are left out under ``fk.deterministic``, where the first one is taken.
 """
 
 from __future__ import annotations
@@ -28,9 +26,6 @@ from fp8kit.backends.cuda.device import provider
 SMALLEST = 2**27  # multiply-adds: a smaller product takes some microseconds whatever the algorithm
 _ROUNDS = 7  # times each candidate is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
-LARGE = 2**36  # multiply-adds: products that hold a GPU at its power limit by themselves
-_NEAR = 1.04  # times the best's time: what an algorithm that draws less power makes up for, at most
-_HEATING, _HOT, _HOT_ROUNDS = 0.08, 0.04, 2  # seconds of its own load before a measurement, and of one
 _LOCK = threading.Lock()
 
 
@@ -50,15 +45,15 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
         if found is None:
             if launch.capturing(stream):
                 return
-            found, times = _found(plan, run, stream)
+            times = _times(plan, run, stream)
+            found = min(range(plan.algorithms), key=times.__getitem__)
             _keep(plan, found, times)
         plan.choose(found)
         plan.settled = True
 
 
-def _found(plan: Plan, run: Callable[[int], None], stream: int) -> tuple[int, list[float]]:
-    """The fastest candidate, and each one's median seconds. The output goes to memory of its own: what is accumulated onto stays as it
-    is."""
+def _times(plan: Plan, run: Callable[[int], None], stream: int) -> list[float]:
+    """Median seconds of each candidate. The output goes to memory of its own: what is accumulated onto stays as it is."""
     calls, key = launch.runtime(), plan.key
     span = key.out.itemsize * ((key.batch - 1) * key.out_step + key.m * key.out_stride)
     with launch.current_device(plan.device):
@@ -79,20 +74,11 @@ def _found(plan: Plan, run: Callable[[int], None], stream: int) -> tuple[int, li
             first = [seconds(candidate, 1) for candidate in range(plan.algorithms)]  # loads the algorithm's code, too
             repeats = max(1, min(20, round(_SHORTEST / max(min(first), 1e-6))))
             rounds = [[seconds(candidate, repeats) for candidate in range(plan.algorithms)] for _ in range(_ROUNDS)]
-            times = [statistics.median(of_one) for of_one in zip(*rounds, strict=True)]
-            near = [candidate for candidate in range(plan.algorithms) if times[candidate] <= _NEAR * min(times)]
-            if len(near) > 1 and key.batch * key.m * key.n * key.k >= LARGE:
-                hot = dict.fromkeys(near, 0.0)
-                for _ in range(_HOT_ROUNDS):
-                    for candidate in near:
-                        seconds(candidate, round(_HEATING / times[candidate]))
-                        hot[candidate] += seconds(candidate, round(_HOT / times[candidate]))
-                return min(hot, key=hot.__getitem__), times
         finally:
             plan.choose(0)
             for event in events:
                 calls.eventDestroy(event)
-    return min(range(plan.algorithms), key=times.__getitem__), times
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 @cache
@@ -103,7 +89,7 @@ def _where(device_index: int) -> str:
 
 
 def _file(plan: Plan) -> Path:
-    text = f"{_where(plan.device)}, {plan.key}, under load"
+    text = f"{_where(plan.device)}, {plan.key}"
     return settings.cache_dir() / "products" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
