@@ -111,7 +111,7 @@ class Block:
 
     def _room(self, device: Device, where: torch.device, stream: int, kept: bool) -> Views:
         """The buffers that do not lie apart."""
-        if not kept or device.kind == "cpu" or torch.cuda.is_current_stream_capturing():
+        if not kept or device.kind == "cpu" or torch._C._cuda_isCurrentStreamCapturing():
             return self.carve(torch.empty(self.size, dtype=torch.uint8, device=where), device)
         room = _SCRATCH.room(self.size, device, stream)
         views: Views | None = room.carved.get(self)

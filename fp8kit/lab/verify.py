@@ -172,7 +172,8 @@ def _compare_cast(output: Output, got: Array, want: Array, bound: Any, arguments
     spread = np.zeros(want.shape)
     turned = output.name == "cast.q_t"
     spread[tuple(map(slice, bound.shape[::-1] if turned else bound.shape))] = bound.T if turned else bound
-    factor = abs(float(host(output.cast.scale)[0]))
+    given = output.cast.scale
+    factor = abs(1 / float(host(output.cast.scale_inv)[0]) if given is None else float(host(given)[0]))
     with np.errstate(invalid="ignore"):
         size = np.nan_to_num(np.abs(right), nan=0)
         limit = (fmt.epsilon + rounding) * size + fmt.smallest_subnormal + 2 * factor * spread

@@ -28,7 +28,6 @@ class TensorProduct(Product):
         p = spec.prefix
         self.x_q, self.x_qt, self.w_q, self.w_qt, self.g_q, self.g_qt = (f"{p}{o}_{side}" for o in "xwg" for side in ("q", "qt"))
         self.x_inv, self.w_inv, self.g_inv = (f"{p}{o}_inv" for o in "xwg")
-        self.x_made, self.w_made, self.g_made = (f"{p}{o}_made_scale" for o in "xwg")  # of scales that are made here
         self.x_scale, self.w_scale, self.g_scale = (f"{p}{o}_scale" for o in "xwg")
         self.x_amax, self.w_amax, self.g_amax = (f"{p}{o}_amax" for o in "xwg")
         # wgrad of a segment reads whole blocks of 16 rows of g^T: only aligned segments can be multiplied one by one
@@ -100,19 +99,12 @@ class TensorProduct(Product):
             out[self.w_q] = Meta((self.np, self.kp), uint8)
         if not self.keeps:
             out |= self._inverses()
-        if self.fp8.x.source != "scale" and not self.spec.input_cached:
-            out[self.x_made] = NUMBER
-        return out | self.cast_scratch() | super().scratch()
-
-    def cast_scratch(self) -> dict[str, Meta]:
-        return {self.w_made: NUMBER} if self.fp8.w.source != "scale" else {}
+        return out | super().scratch()
 
     def backward_scratch(self) -> dict[str, Meta]:
         out: dict[str, Meta] = {}
         if self.keeps:
             out[self.g_inv] = NUMBER
-            if self.fp8.g.source != "scale":
-                out[self.g_made] = NUMBER
         if self.needs_x:
             out[self.g_q] = Meta((self.mp, self.np), uint8)
         if self.needs_w:
@@ -128,16 +120,16 @@ class TensorProduct(Product):
 
     def x_cast(self, inputs: Views, outputs: Views, saved: Views, scratch: Views) -> Cast:
         inv = given(saved if self.keeps else scratch, self.x_inv)
-        scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs, scratch)
+        scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs)
         q, q_t = scratch.get(self.x_q), saved.get(self.x_qt)
-        return Cast(self.fp8.x.format, q, q_t, scale, inv, amax, self.fp8.x.rule)  # type: ignore[arg-type]
+        return Cast(self.fp8.x.format, q, q_t, scale, inv, amax, self.fp8.x.rule)
 
     def cast_x(
         self, k: Any, x: ArrayView, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int, amax_known: bool = False
     ) -> None:
         if self.spec.input_cached:
             return
-        scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs, scratch)
+        scale, amax = self._source(self.fp8.x.source, "x", inputs, outputs)
         inv = (saved if self.keeps else scratch)[self.x_inv]
         q, q_t = scratch.get(self.x_q), saved.get(self.x_qt)
         quantize_operand(k, self.fp8.x, x, q, q_t, scale, inv, amax, None, None, stream, amax_known)  # type: ignore[arg-type]
@@ -150,7 +142,7 @@ class TensorProduct(Product):
         scratch: Views, stream: int,
     ) -> None:  # fmt: skip
         quant = self.fp8.w
-        scale, amax = self._source(quant.source, "w", inputs, outputs, scratch)
+        scale, amax = self._source(quant.source, "w", inputs, outputs)
         if quant.source == "current":
             for name in self.weights:
                 part = given(inputs, name)
@@ -234,7 +226,7 @@ class TensorProduct(Product):
             super().cast_g(k, g, kept, grads, scratch, stream, with_bias)
             return
         dbias = self._bias_sums(grads, scratch) if with_bias else None
-        scale = given(kept, self.g_scale) if quant.source == "scale" else given(scratch, self.g_made)
+        scale = given(kept, self.g_scale) if quant.source == "scale" else None
         amax = given(kept, f"{self.g_amax}_in") if quant.source == "amax" else grads.get(self.g_amax)
         q, q_t, inv = scratch.get(self.g_q), scratch.get(self.g_qt), given(scratch, self.g_inv)
         quantize_operand(k, quant, g, q, q_t, scale, inv, amax, dbias, scratch["workspace"], stream, amax_known)
@@ -283,11 +275,9 @@ class TensorProduct(Product):
         cached = {self.x_inv: self.spec.input_cached, self.w_inv: self.spec.weight_cached}
         return {name: NUMBER for name, is_given in cached.items() if not is_given}
 
-    def _source(
-        self, source: str, operand: str, inputs: Views, outputs: Views, scratch: Views
-    ) -> tuple[ArrayView | None, ArrayView | None]:
+    def _source(self, source: str, operand: str, inputs: Views, outputs: Views) -> tuple[ArrayView | None, ArrayView | None]:
         """(scale, amax) buffers of operand "x" or "w" by where its scale comes from."""
-        scale, amax, made = (self.x_scale, self.x_amax, self.x_made) if operand == "x" else (self.w_scale, self.w_amax, self.w_made)
+        scale, amax = (self.x_scale, self.x_amax) if operand == "x" else (self.w_scale, self.w_amax)
         if source == "scale":
             return given(inputs, scale), outputs.get(amax)
-        return given(scratch, made), given(inputs, f"{amax}_in") if source == "amax" else outputs.get(amax)
+        return None, given(inputs, f"{amax}_in") if source == "amax" else outputs.get(amax)

@@ -128,10 +128,9 @@ def quantize_operand(
 ) -> None:
     """Cast ``x``, h (M, N), to both orientations by the operand's rule, with one scale for the tensor.
 
-    ``scale``: float32 [1], the given scale, or any where there is a rule. ``amax``: float32 [1], zeroed or a running maximum: the amax
+    ``scale``: float32 [1], the given scale; None where there is a rule. ``amax``: float32 [1], zeroed or a running maximum: the amax
     output, or for "amax" the given one. ``amax_known``: a fused kernel has put the amax there already.
     """
-    assert scale is not None
     if quant.source == "current" and not amax_known:
         k.amax(x, amax, x.shape, stream)
     k.quantize_transpose(x, Cast(quant.format, q, q_t, scale, scale_inv, amax, quant.rule), dbias, workspace, stream)

@@ -7,8 +7,8 @@
 // A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8 columns of a tile: 16-byte reads,
 // 8 neighbouring codes of q a write; the transposed codes are turned in registers and pass through shared memory, so that q_t is written
 // 64 bytes a row. Elements outside x are read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there. TILES=e4m3,
-// e5m2, none: only whole tiles of aligned arrays, wanted as codes of that format in both orientations and nothing else, or for their amax
-// alone; nothing is asked there.
+// e5m2, none: only whole tiles of aligned arrays, wanted as codes of that format in both orientations, or for their amax and sums alone, not
+// as T. Nothing is asked there of an element; but the gradient of a gated activation still asks for its rows.
 
 #include "rows.cuh"
 
@@ -20,7 +20,7 @@ template <typename A, typename B> struct Same { static constexpr bool value = fa
 template <typename A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool WHOLE = !Same<TILES, mixed>::value;
 
-// Of tiles, in forward: whichever leaves enough registers to its kernels.
+// Of tiles, in forward: i32 where T is float32, else i64, which leave enough registers; in backward i32 does for all.
 template <int BYTES> struct IndexOf { typedef i64 type; };
 template <> struct IndexOf<4> { typedef i32 type; };
 typedef IndexOf<sizeof(T)>::type Index;
@@ -150,8 +150,8 @@ struct Place {
 
 DEVICE Place place(i64 row_tile, i64 column_tile) {
   Place at;
-  at.tile_row = (i64)row_tile * TILE_ROWS;
-  at.tile_column = (i64)column_tile * TILE_COLUMNS;
+  at.tile_row = row_tile * TILE_ROWS;
+  at.tile_column = column_tile * TILE_COLUMNS;
   at.row = at.tile_row + threadIdx.x / 16 * 4;
   at.column = at.tile_column + threadIdx.x % 16 * 8;
   return at;

@@ -137,8 +137,8 @@ DEVICE void atomic_amax(float* to, float amax) {
   if (amax > 0.0f) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
 }
 
-// The block's amax, of numbers that are not negative, into *to (nothing where `to` is null), one atomic a block. `shared`: 32 floats that no
-// thread reads any more.
+// The block's amax into *to (nothing where `to` is null), one atomic a block. The threads' numbers are amaxes: +0 or more, none of them NaN.
+// `shared`: 32 floats that no thread reads any more; whoever uses them again puts a barrier between.
 DEVICE void block_amax(float* to, float amax, float* shared) {
   if (to == nullptr) return;
   const u32 rank = thread_rank(), warps = (block_threads() + 31) / 32;
@@ -156,8 +156,8 @@ DEVICE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 DEVICE i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 DEVICE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 
-// The order in which a pass walks its arrays: products write rows from the first to the last, and the last ones are in the L2 cache when they
-// end, so passes over a product's result begin with its last rows; passes over what such a pass has written begin with the first ones.
+// The order in which a pass walks its arrays: one over what another pass has written begins where that one ended, since the L2 cache still
+// has it. Some walk from the end, so that those behind them, which walk from the start, find what they wrote last.
 DEVICE u32 block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
 
 // Index of the calling thread in a one-dimensional grid, and how many there are: `for (i64 i = first(); i < n; i += step())`.

@@ -31,9 +31,9 @@ DEVICE void wait_for_copies(u32 under_way) {
 
 constexpr int THREADS = 1024, MOST_STAGES = 4;
 
-// The blocks walk the rows from the last one on, blockDim.y at a time; N <= 8 blockDim.x. partial: float32 (blocks, 1 or 2, N), each block's sums. dx may be dy or
-// residual: a thread has its elements of a row before it writes them. Dynamic shared memory: `stages` (2 to 4) times three chunks a
-// thread, and at least 64 bytes a thread.
+// The blocks walk the rows from the last one on, blockDim.y at a time; N <= 8 blockDim.x. partial: float32 (blocks, 1 or 2, N), each
+// block's sums. dx may be dy or residual: a thread has its elements of a row before it writes them. Dynamic shared memory: `stages` (2 to 4)
+// times three chunks a thread, and at least 64 bytes a thread.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
          i64 M, i64 N, i64 stages, f64 gain, i64 with_bias) {

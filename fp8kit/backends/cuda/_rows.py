@@ -33,19 +33,26 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def scaling(cast: Cast) -> tuple[int, int, float, int]:
+    """What kernels are told of a cast's scale: where the amax goes, and, with a rule, where it is, and the rule."""
+    if cast.rule is None:
+        return address(cast.amax), 0, 0.0, 0
+    return 0, address(cast.amax), cast.rule.epsilon, int(cast.rule.power_2)
+
+
 def cast_bytes(cast: Cast | None, amax: ArrayView | None) -> bytes:
     """The kernels' ``Cast`` argument; ``amax`` is the one beside an absent cast. BackendError for formats other than E4M3 and E5M2."""
     if cast is None:
         return _NO_CAST if amax is None else _CAST.pack(0, 0, 0, 0, amax.ptr, *(0,) * 8, 0.0, 0)
     if cast.format != E4M3 and cast.format != E5M2:
         raise BackendError(expected("cast", "format", cast.format, "E4M3 or E5M2"))
-    q, q_t, rule = cast.q, cast.q_t, cast.rule
-    found, known = (address(cast.amax), 0) if rule is None else (0, address(cast.amax))
+    q, q_t = cast.q, cast.q_t
+    found, *known = scaling(cast)
     return _CAST.pack(
-        address(q), address(q_t), cast.scale.ptr, cast.scale_inv.ptr, found,
+        address(q), address(q_t), address(cast.scale), cast.scale_inv.ptr, found,
         *((0, 0, 0) if q is None else (*q.shape, q.strides[0])),
         *((0, 0, 0) if q_t is None else (*q_t.shape, q_t.strides[0])),
-        int(cast.format == E5M2), known, *((0.0, 0) if rule is None else (rule.epsilon, rule.power_2)),
+        int(cast.format == E5M2), *known,
     )
 
 

@@ -55,15 +55,16 @@ def _for_whole_tiles() -> frozenset[tuple[str, str]]:
 
 def tiles_of(activation: str, arrays: tuple[ArrayView, ...], rows: int, columns: int, plain: ArrayView | None, cast: Cast | None,
              padded: bool) -> str:
-    """Which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where ``arrays`` are read and only both
-    orientations of the cast are written, without padding, or nothing but the amax; otherwise the one for any."""
-    if plain is not None or padded:
+    """Which of the kernels takes a (rows, columns) y: that for whole tiles of a format, where ``arrays`` are read, there is something to
+    read, and only both orientations of the cast are written, without padding, or nothing but the amax; otherwise the one for any."""
+    if plain is not None or padded or not (rows and columns):
         return _MIXED
     tall, places = _TILE_ROWS * _tiles(rows, columns), 0
     if cast is not None:
         if cast.q is None or cast.q_t is None:
             return _MIXED
-        places = cast.q_t.ptr | cast.q_t.strides[0] | (cast.q.ptr | cast.q.strides[0]) << 1  # multiples of 16, of 8
+        # of q_t multiples of 16 are wanted; of q, written 8 codes at a time, multiples of 8, whose doubles are such
+        places = cast.q_t.ptr | cast.q_t.strides[0] | (2 * cast.q.ptr) | (2 * cast.q.strides[0])
     for array in arrays:
         places |= array.ptr
     if rows % tall or columns % _TILE_COLUMNS or places % 16 or (activation, launch.type_name(arrays[0].dtype)) not in _for_whole_tiles():

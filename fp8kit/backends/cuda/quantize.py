@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._lists import launches
-from fp8kit.backends.cuda._rows import address
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.cuda._rows import address, scaling
+from fp8kit.backends.protocol import Cast, want_scale
 from fp8kit.formats import E4M3, E5M2, DType, Format, float64
 
 _FORMAT_NAMES = {"E4M3": "e4m3", "E5M2": "e5m2"}
@@ -154,12 +154,10 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     kernel = launch.kernel("quantize.cu", "quantize_transpose", index, T=name, FORMAT=_FORMAT_NAMES[cast.format.name])
     grid = -(-padded_rows // _TILE_ROWS) * -(-padded_columns // _TILE_COLUMNS)
     partials = workspace.ptr if dbias is not None and workspace is not None else 0
-    amax, rule = 0 if cast.amax is None else cast.amax.ptr, cast.rule
+    found, *known = scaling(cast)
     args = (
-        x.ptr, 0 if q is None else q.ptr, 0 if q_t is None else q_t.ptr, cast.scale.ptr, cast.scale_inv.ptr,
-        amax if rule is None else 0, partials, rows, columns, padded_rows, padded_columns,
-        0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t),
-        *((0, 0.0, 0) if rule is None else (amax, rule.epsilon, rule.power_2)),
+        x.ptr, address(q), address(q_t), address(cast.scale), cast.scale_inv.ptr, found, partials, rows, columns, padded_rows,
+        padded_columns, 0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t), *known,
     )
     launch.launch(kernel, max(grid, 1), _THREADS, args, stream)
     if dbias is not None:
@@ -175,6 +173,7 @@ def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stre
     for (kind, fmt), pairs in kinds.items():
         rows, blocks = [], []
         for x, cast in pairs:
+            want_scale(cast)
             q, q_t = cast.q, cast.q_t
             down, across = q.shape if q is not None else (q_t.shape[1], q_t.shape[0])  # type: ignore[union-attr]
             pitches = (0 if q is None else launch.row_stride(q), 0 if q_t is None else launch.row_stride(q_t))

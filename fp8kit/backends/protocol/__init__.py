@@ -34,10 +34,10 @@ from fp8kit.backends.protocol.gemm import Layout, Products
 from fp8kit.backends.protocol.kv_cache import Positions
 from fp8kit.backends.protocol.norm import NORMALIZATIONS, Normalization, Norms
 from fp8kit.backends.protocol.optim import Optimizers
-from fp8kit.backends.protocol.quantize import BLOCK, Cast, Quantization, Rule, block_shapes
+from fp8kit.backends.protocol.quantize import BLOCK, Cast, Quantization, Rule, block_shapes, want_scale
 
 __all__ = ["BLOCK", "KERNELS", "NORMALIZATIONS", "AttentionExtras", "AttentionSpec", "Cast", "Kernels", "Layout", "Normalization",
-           "Rule", "block_shapes", "signature"]  # fmt: skip
+           "Rule", "block_shapes", "signature", "want_scale"]  # fmt: skip
 
 
 class Kernels(Quantization, Products, Norms, Activations, Attentions, Positions, Ends, Optimizers, Elementwise, Protocol):

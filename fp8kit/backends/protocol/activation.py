@@ -24,7 +24,7 @@ class Activations(Protocol):
     ) -> None:
         """y = activation(x + bias), by the formulas of ``backends.activation``. x: h (M, F), or (M, 2F) where it is gated; y: h (M, F);
         bias: h, x's columns. params: the activation's numbers in the order of its row, empty where it has none. y, cast, amax as in
-        ``norm_fwd``."""
+        ``norm_fwd``; neither y nor cast is given where only the amax is wanted."""
 
     def act_bwd(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from fp8kit.arrays import ArrayView, Shape
+from fp8kit.errors import BackendError, expected
 from fp8kit.formats import Format
 
 
@@ -28,16 +29,20 @@ class Cast:
       strided along rows (last stride 1): several weight segments are cast into one buffer.
     * ``scale``: float32[1], read. ``scale_inv``: float32[1], written ``1 / scale``.
     * ``amax``: float32[1] or None, max-accumulated with max|result|.
-    * ``rule``: where there is one, the scale is what it makes of ``amax``, which is read and not changed; ``scale`` is neither read nor
-      written. Not in ``quantize_transpose_many``.
+    * ``rule``: where there is one, the scale is what it makes of ``amax``, which is read and not changed, and ``scale`` is None. Not in
+      ``quantize_transpose_many``.
+
+    ValueError for a scale and a rule, for neither, and for a rule without an amax.
     """
 
     __slots__ = ("amax", "format", "q", "q_t", "rule", "scale", "scale_inv")
 
     def __init__(
-        self, format: Format, q: ArrayView | None, q_t: ArrayView | None, scale: ArrayView, scale_inv: ArrayView, amax: ArrayView | None,
-        rule: Rule | None = None,
+        self, format: Format, q: ArrayView | None, q_t: ArrayView | None, scale: ArrayView | None, scale_inv: ArrayView,
+        amax: ArrayView | None, rule: Rule | None = None,
     ) -> None:
+        if (scale is None) is (rule is None) or (rule is not None and amax is None):
+            raise ValueError(f"Cast: got scale {scale!r}, amax {amax!r} and rule {rule!r}, expected a scale, or an amax and a rule")
         self.format = format
         self.q = q
         self.q_t = q_t
@@ -45,6 +50,12 @@ class Cast:
         self.scale_inv = scale_inv
         self.amax = amax
         self.rule = rule
+
+
+def want_scale(cast: Cast) -> None:
+    """BackendError for a cast with a rule, which ``quantize_transpose_many`` does not take."""
+    if cast.rule is not None:
+        raise BackendError(expected("quantize_transpose_many", "cast", "a rule", "a scale, as scale_from_amax makes it"))
 
 
 BLOCK = 128  # elements along the contraction that share a scale in ``block_quantize`` and ``block_gemm``

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp8kit import codec
 from fp8kit.arrays import ArrayView, as_view
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.protocol import Cast, want_scale
 from fp8kit.backends.reference import scales
 from fp8kit.backends.reference.cast_rows import add_row, bits, bits_dtype, decode_row, encode_row, rounding
 from fp8kit.backends.reference.philox import words
@@ -207,10 +207,9 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     across = -(-max(x.shape[1], q.columns, q_t.rows) // _COLUMNS)
     most = np.zeros((down * across, 1), np.uint32)
     sums = _NO_SUMS if dbias is None else np.zeros((down, x.shape[1]))
-    scale, rule = cast.scale, cast.rule
+    rule, scale = cast.rule, as_view(np.empty(1, np.float32)) if cast.scale is None else cast.scale
     if rule is not None:
         assert cast.amax is not None
-        scale = as_view(np.empty(1, np.float32))
         scales.scale_from_amax(cast.amax, scale, cast.scale_inv, cast.format.max, rule.power_2, rule.epsilon, float32.max, stream)
     _cast_both(bits(x), scale.numpy(), how, across, q, q_t, most.reshape(-1), sums)
     if rule is None:
@@ -225,6 +224,7 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
 def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
     """See ``Kernels.quantize_transpose_many``."""
     for x, cast in zip(xs, casts, strict=True):
+        want_scale(cast)
         quantize_transpose(x, cast, None, None, stream)
 
 

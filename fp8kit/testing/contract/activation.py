@@ -176,7 +176,7 @@ def _check_dbias(dbias: ArrayView | None, dx: Array, dtype: DType) -> None:
 
 
 def _bwd_cast(dtype: DType, activation: str, shape: tuple[int, int], fmt: Format, pad: tuple[int, int], keep_dx: bool,
-              transposed: bool = True) -> Callable[[Kernels, Device], None]:
+              transposed: bool = True, rule: Rule | None = None) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         x, bias, out = _data(dtype, shape, activation, True)
         dy = draw(3, out, dtype)
@@ -187,7 +187,7 @@ def _bwd_cast(dtype: DType, activation: str, shape: tuple[int, int], fmt: Format
 
         plain = poisoned(x.shape, dtype, device)
         call(plain, None, None)
-        cast, check = check_fused(kernels, device, (x.shape[0], x.shape[1]), fmt, get(plain), pad, transposed)
+        cast, check = check_fused(kernels, device, (x.shape[0], x.shape[1]), fmt, get(plain), pad, transposed, rule)
         dx, dbias = poisoned(x.shape, dtype, device) if keep_dx else None, poisoned((x.shape[1],), dtype, device)
         call(dx, dbias, cast)
         if dx is not None:
@@ -221,6 +221,8 @@ CASES = [
     *table("act_fwd", {f"{d.name}-{a}-bias-amax-{x}": _fwd(d, a, (19, 40), True, x) for d in HIGH_PRECISION for a in ACTIVATIONS
                        for x in (0.0, 1e4)}),
     *table("act_fwd", {f"{d.name}-{a}-cast": _fwd_cast(d, a, (32, 48), E4M3, (0, 0), False) for d in HIGH_PRECISION for a in ACTIVATIONS}),
+    *table("act_fwd", {f"{d.name}-{a}-cast-{s[0]}x{s[1]}": _fwd_cast(d, a, s, E4M3, (0, 0), False) for d in HIGH_PRECISION
+                       for a in ("gelu", "swiglu") for s in ((0, 128), (192, 128))}),
     *table("act_fwd", {f"{d.name}-{a}-cast-{f}-whole": _fwd_cast(d, a, (128, 256), f, (0, 0), False) for d in HIGH_PRECISION
                        for a in ACTIVATIONS for f in (E4M3, E5M2)}),
     *table("act_fwd", {f"{d.name}-{a}-cast-padded-y": _fwd_cast(d, a, (17, 33), E5M2, (15, 15), True)
@@ -236,6 +238,10 @@ CASES = [
     *table("act_bwd", {f"{d.name}-{a}-bias-amax-{x}": _bwd(d, a, (70, 40), True, x) for d in HIGH_PRECISION for a in ACTIVATIONS
                        for x in (0.0, 1e4)}),
     *table("act_bwd", {f"{d.name}-{a}-cast": _bwd_cast(d, a, (32, 48), E5M2, (0, 0), False) for d in HIGH_PRECISION for a in ACTIVATIONS}),
+    *table("act_bwd", {f"{d.name}-{a}-cast-{s[0]}x{s[1]}": _bwd_cast(d, a, s, E5M2, (0, 0), False) for d in HIGH_PRECISION
+                       for a in ("gelu", "swiglu") for s in ((0, 128), (192, 128))}),
+    *table("act_bwd", {f"{d.name}-{a}-cast-by-amax": _bwd_cast(d, a, (128, 256), E5M2, (0, 0), False, True, Rule(False, 0.0))
+                       for d in HIGH_PRECISION for a in ("gelu", "swiglu")}),
     *table("act_bwd", {f"{d.name}-{a}-cast-{f}-whole": _bwd_cast(d, a, (128, 256), f, (0, 0), False) for d in HIGH_PRECISION
                        for a in ACTIVATIONS for f in (E4M3, E5M2)}),
     *table("act_bwd", {f"{d.name}-{a}-cast-padded-dx": _bwd_cast(d, a, (17, 33), E4M3, (15, 14), True)

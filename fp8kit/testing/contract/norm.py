@@ -34,7 +34,7 @@ def check_fused(kernels: Kernels, device: Device, shape: tuple[int, int], fmt: F
     rows, columns = m + pad[0], n + pad[1]
     largest = np.abs(plain.astype(np.float32)).max(initial=0)
     start = np.float32(0.001) if rule is None else np.float32(largest / 2)
-    scale, unread = np.array([37.7], np.float32), poisoned((1,), float32, device)
+    scale = np.array([37.7], np.float32)
     if rule is not None:
         scale[0] = np.float32(fmt.max) / np.maximum(start, np.float32(rule.epsilon))
         if rule.power_2:
@@ -42,7 +42,7 @@ def check_fused(kernels: Kernels, device: Device, shape: tuple[int, int], fmt: F
     q = poisoned((rows, columns), uint8, device)
     q_t = poisoned((columns, rows), uint8, device) if transposed else None
     amax = put(np.array([start], np.float32), device)
-    cast = Cast(fmt, q, q_t, put(scale, device) if rule is None else unread, poisoned((1,), float32, device), amax, rule)
+    cast = Cast(fmt, q, q_t, put(scale, device) if rule is None else None, poisoned((1,), float32, device), amax, rule)
 
     def check() -> None:
         codes = np.zeros((rows, columns), np.uint8)
@@ -102,7 +102,7 @@ def _fwd(dtype: DType, norm: Normalization, shape: tuple[int, int], centred: boo
 
 
 def _fwd_cast(dtype: DType, norm: Normalization, shape: tuple[int, int], fmt: Format, pad: tuple[int, int], transposed: bool,
-              keep_y: bool, centred: bool = False) -> Callable[[Kernels, Device], None]:
+              keep_y: bool, centred: bool = False, rule: Rule | None = None) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, _ = shape
         x, weight, bias = _inputs(dtype, shape, 0.3)
@@ -115,7 +115,7 @@ def _fwd_cast(dtype: DType, norm: Normalization, shape: tuple[int, int], fmt: Fo
 
         plain = poisoned(shape, dtype, device)
         call(plain, None)
-        cast, check = check_fused(kernels, device, shape, fmt, get(plain), pad, transposed)
+        cast, check = check_fused(kernels, device, shape, fmt, get(plain), pad, transposed, rule)
         y = poisoned(shape, dtype, device) if keep_y else None
         call(y, cast)
         if y is not None:
@@ -187,6 +187,8 @@ CASES = [
                         for d in HIGH_PRECISION for k in NORMS for a in (0.0, 99.0)}),
     *table("norm_fwd", {f"{d.name}-{k}-cast-{f}": _fwd_cast(d, k, (32, 48), f, (0, 0), True, False) for d in HIGH_PRECISION for k in NORMS
                         for f in (E4M3, E5M2)}),
+    *table("norm_fwd", {f"{d.name}-{k}-cast-by-amax": _fwd_cast(d, k, (32, 48), E4M3, (0, 0), True, False, rule=Rule(True, 0.0))
+                        for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_fwd", {f"{d.name}-{k}-cast-padded-y": _fwd_cast(d, k, (17, 33), E4M3, (15, 15), True, True)
                         for d in HIGH_PRECISION for k in NORMS}),
     *table("norm_fwd", {f"{d.name}-{k}-cast-rowwise": _fwd_cast(d, k, (70, 80), E4M3, (10, 0), False, False)

@@ -340,8 +340,8 @@ def _cases() -> Iterator[Case]:
         for fp8_max, epsilon, for_inf in ((448.0, 0.0, _MAX), (57344.0, 1e-6, _MAX), (448.0, 0.0, 65504.0)):
             name = f"{fp8_max:g}-eps{epsilon:g}-inf{for_inf:.3g}{'-power2' if power_2 else ''}"
             yield case("scale_from_amax", name, _run_scale, fp8_max, power_2, epsilon, for_inf)
-    for length, margin, most_recent in ((1, 0, False), (4, 0, False), (16, 2, False), (4, 0, True), (1024, -1, False), (3, 20, False),
-                                        (2, 9, True), (2, -20, True)):
+    for length, margin, most_recent in ((1, 0, False), (4, 0, False), (16, 2, False), (4, 0, True), (1024, -1, False), (2100, 0, False),
+                                        (3, 20, False), (2, 9, True), (2, -20, True)):
         name = f"H{length}-margin{margin}{'-recent' if most_recent else ''}"
         yield case("update_delayed_", name, _run_delayed, length, margin, most_recent)
     for fmt in (E4M3, E5M2):
