@@ -1,6 +1,6 @@
 // functions: act_fwd, act_bwd
 // variants: ACT=gelu,qgelu,relu,silu,srelu,geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16; TILES=mixed
-// variants: ACT=gelu,qgelu,relu,silu,geglu,glu,qgeglu,reglu,sreglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2,none
+// variants: ACT=gelu,qgelu,relu,silu,geglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2,none
 //
 // y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either orientation, or both, with amax and column sums, in one pass.
 //
