@@ -134,7 +134,8 @@ def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Var
     own = TYPE_NAMES[dtype]
     found: list[Variant] = [("scales.cu", dict(defines)) for defines in manifest.source("scales.cu").variants]
     known = [dict(defines) for defines in manifest.source("activation.cu").variants]
-    found += [("activation.cu", defines) for defines in known if (defines["ACT"], defines["T"]) == (activation, own)]
+    found += [("activation.cu", defines) for defines in known if (defines["ACT"], defines["T"]) == (activation, own)
+              and not (blocks and defines["TILES"] != "mixed")]
     found += [(source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype).itemsize)]
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]

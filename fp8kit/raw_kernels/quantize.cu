@@ -92,9 +92,7 @@ struct Job {
   f64 epsilon;
   i64 power_2;
 
-  __device__ __forceinline__ float scale_now() const {
-    return known_amax == nullptr ? *scale : scale_of(*known_amax, FORMAT::MAX, (float)epsilon, FLT_MAX, power_2);
-  }
+  __device__ __forceinline__ float scale_now() const { return scale_of_cast(scale, known_amax, FORMAT::MAX, epsilon, power_2); }
 };
 
 struct Room {

@@ -142,8 +142,7 @@ struct Cast {
 // The scale, and 1 / scale written by the grid's first thread.
 DEVICE float cast_scale(const Cast& cast) {
   if (!cast.wanted()) return 1.0f;
-  const float most = cast.is_e5m2 ? e5m2::MAX : e4m3::MAX, *known = cast.known_amax;
-  const float scale = known == nullptr ? *cast.scale : scale_of(*known, most, (float)cast.epsilon, FLT_MAX, cast.power_2);
+  const float scale = scale_of_cast(cast.scale, cast.known_amax, cast.is_e5m2 ? e5m2::MAX : e4m3::MAX, cast.epsilon, cast.power_2);
   if (blockIdx.x == 0 && thread_rank() == 0) *cast.scale_inv = 1.0f / scale;
   return scale;
 }

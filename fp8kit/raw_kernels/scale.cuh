@@ -12,3 +12,8 @@ DEVICE float scale_of(float amax, float fp8_max, float epsilon, float value_for_
   if (scale == INF) scale = value_for_inf;
   return power_2 ? __uint_as_float(__float_as_uint(scale) & 0xFF800000u) : scale;
 }
+
+// The scale of a cast: the one that is given, or, where the tensor's amax is known instead, what the rule makes of it.
+DEVICE float scale_of_cast(const float* scale, const float* known_amax, float fp8_max, f64 epsilon, i64 power_2) {
+  return known_amax == nullptr ? *scale : scale_of(*known_amax, fp8_max, (float)epsilon, FLT_MAX, power_2);
+}
