@@ -1,4 +1,4 @@
-"""The layer's twelve FP8 products: fp8kit's call beside every algorithm that cuBLASLt's heuristic proposes, timed in turn.
+"""The layer's twelve FP8 products: fp8kit's call beside every algorithm that cuBLASLt's heuristic proposes, and their relatives, in turn.
 
 An algorithm that is the fastest alone and cool need not be it within a step: the turns keep the chip under load.
 """
@@ -105,24 +105,41 @@ def ours(given: Operands, kernels: Any) -> Step:
     return lambda: kernels.fp8_gemm(a, b, given.out, p.a, E4M3, a_inv, b_inv, None, False, p.fast, given.workspace, stream)
 
 
-def algorithms(given: Operands, fast: bool | None = None) -> list[Step]:
-    """A call for each algorithm of cuBLASLt's heuristic, the first one first. A CUDA device only."""
+def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int], None]]:
+    """A plan of its own for the product, and a call that runs it onto an address. A CUDA device only."""
     from fp8kit.backends.cuda.cublaslt import WORKSPACE, MatmulKey, Plan
 
     p, device = given.product, given.out.device
     a_type, b_type = formats.dtype_of_format(p.a), formats.dtype_of_format(E4M3)
     assert a_type is not None and b_type is not None
-    key = MatmulKey(p.m, p.n, p.k, "nt", a_type, b_type, formats.bfloat16, p.k, p.k, p.n, scaling=("tensor", "tensor"),
-                    fast_accumulate=p.fast if fast is None else fast)
-    stream = arrays.current_stream(device)
+    plan = Plan(MatmulKey(p.m, p.n, p.k, "nt", a_type, b_type, formats.bfloat16, p.k, p.k, p.n, scaling=("tensor", "tensor"),
+                          fast_accumulate=p.fast if fast is None else fast, timed=True), device.index)  # fmt: skip
+    (a, b), (a_inv, b_inv), stream = given.codes, given.inverse, arrays.current_stream(device)
+    return plan, lambda out: plan.run(a.ptr, b.ptr, out, a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, WORKSPACE, stream)
+
+
+def algorithms(given: Operands) -> list[Step]:
+    """A call for each algorithm of cuBLASLt's heuristic and each relative of theirs, the first one first. A CUDA device only."""
 
     def call(index: int) -> Step:
-        plan = Plan(key, device.index)  # one each: a plan runs one algorithm at a time
+        plan, run = _plan(given)  # one each: a plan runs one algorithm at a time
+        plan.widen()
         plan.choose(index)
-        (a, b), (a_inv, b_inv) = given.codes, given.inverse
-        return lambda: plan.run(a.ptr, b.ptr, given.out.ptr, a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, WORKSPACE, stream)
+        return lambda: run(given.out.ptr)
 
-    return [call(index) for index in range(Plan(key, device.index).algorithms)]
+    plan, _ = _plan(given)
+    plan.widen()
+    return [call(index) for index in range(plan.algorithms)]
+
+
+def fastest(given: Operands, fast: bool | None = None) -> Step:
+    """The product by the algorithm that the engine finds the fastest. ``fast``: the accumulation, None as the product has it. A CUDA device
+    only."""
+    from fp8kit.backends.cuda.algorithms import settle
+
+    plan, run = _plan(given, fast)
+    settle(plan, run, arrays.current_stream(given.out.device))
+    return lambda: run(given.out.ptr)
 
 
 Peers = Callable[[Operands], Mapping[str, Callable[[], tuple[Step, Callable[[], float]]]]]

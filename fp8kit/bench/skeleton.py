@@ -14,7 +14,7 @@ from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.bench import random
-from fp8kit.bench.gemms import algorithms, operands, products
+from fp8kit.bench.gemms import fastest, operands, products
 from fp8kit.bench.kernels import copier, kernel_cases
 from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.sizes import Layer
@@ -63,11 +63,7 @@ def _put(host: Any, device: Device) -> ArrayView:
 def skeleton(layer: Layer, setting: Setting, fast: bool | None = None) -> Step:
     """A call that runs all of it; ``fast``: the accumulation in backward, None as delayed scaling has it. A CUDA device only."""
     device, kernels = setting.device, dispatch.kernels(setting.device)
-    gemms: list[Step] = []
-    for product in products(layer):
-        proposed = dict(enumerate(algorithms(operands(product, device, kernels), fast)))
-        times = medians(interleaved({str(i): step for i, step in proposed.items()}, clock_for(device), 3, 3))
-        gemms.append(proposed[min(proposed, key=lambda i: times[str(i)])])
+    gemms = [fastest(operands(product, device, kernels), fast) for product in products(layer)]
     passes: dict[bool, list[Step]] = {False: [], True: []}  # whether in backward -> copies
     for case in kernel_cases(layer):
         for _ in range(case.uses):

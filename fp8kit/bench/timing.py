@@ -1,7 +1,8 @@
 """How time is taken, here and in ``benchmarks``: contenders in turn, again and again, so that each meets the same clocks and the same load.
 
 A GPU lowers its clocks under load, so only figures of one run, taken in turn, compare. A turn begins with calls that are not counted and
-keep the device busy; the counted ones are queued behind them, back to back.
+keep the device busy; the counted ones are queued behind them, back to back. At its power limit a GPU still runs for some tens of
+milliseconds as fast as the contender before allowed: so every other round goes backwards, and each has had both neighbours before it.
 """
 
 from __future__ import annotations
@@ -75,13 +76,14 @@ def clock_for(device: Device) -> Clock:
 
 def interleaved(steps: Mapping[str, Step], clock: Clock | Mapping[str, Clock], rounds: int, calls: int,
                 warmups: int = 2) -> dict[str, list[float]]:
-    """Seconds of every counted call by contender. In each round every contender has its turn: ``warmups`` calls, then ``calls`` that count.
+    """Seconds of every counted call by contender. In each round every contender has its turn, the last one first in every other:
+    ``warmups`` calls, then ``calls`` that count.
 
     ``clock``: for all, or one for each name.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
+    for number in range(rounds):
+        for name, step in list(steps.items())[:: -1 if number % 2 else 1]:
             own = clock[name] if isinstance(clock, Mapping) else clock
             for _ in range(warmups):
                 step()

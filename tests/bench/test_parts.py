@@ -68,8 +68,7 @@ def test_the_skeleton_does_everything_once(monkeypatch):
     """With products and copies that only tell their names: twelve, a copy for each pass, attention both ways."""
     done = []
     monkeypatch.setattr(skeleton, "operands", lambda product, device, kernels: product)
-    monkeypatch.setattr(skeleton, "algorithms", lambda product, fast: [lambda: done.append(product.name), lambda: done.append("slow")])
-    monkeypatch.setattr(skeleton, "interleaved", lambda steps, clock, rounds, calls: {"0": [1.0], "1": [2.0]})
+    monkeypatch.setattr(skeleton, "fastest", lambda product, fast: lambda: done.append(product.name))
     monkeypatch.setattr(skeleton, "copier", lambda device, nbytes: lambda: done.append(nbytes))
     for name in ("forward", "backward"):
         monkeypatch.setattr(skeleton.AttentionRun, name, lambda self, name=name: done.append(name))

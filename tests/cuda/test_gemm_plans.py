@@ -64,12 +64,11 @@ def test_fp8_products_are_what_hopper_takes() -> None:
 class _Library:
     """Stands for nvmath.bindings.cublasLt: keeps what descriptors are told and what matmul gets."""
 
-    matmul_heuristic_result_dtype = np.dtype("V96")
-
     def __init__(self) -> None:
         self.attributes: list[tuple[int, int]] = []
         self.products: list[tuple[int, ...]] = []
         self.created = 100
+        self.refuse = False
 
     def _create(self, *_: object) -> int:
         self.created += 1
@@ -85,18 +84,19 @@ class _Library:
     def matmul_desc_set_attribute(self, _: int, attribute: int, address: int, size: int) -> None:
         self.attributes.append((attribute, int.from_bytes(ctypes.string_at(address, size), "little")))
 
-    class MatmulHeuristicResult:
-        ptr = 5000
-
-        def __init__(self, count: int) -> None:
-            self.count = count
+    cuBLASLtError = KeyError  # of no kin to RuntimeError, as the real one
 
     def matmul_algo_get_heuristic(self, *numbers: int) -> None:
+        for i in range(3):
+            ctypes.memmove(numbers[8] + 96 * i, b"%c" % (65 + i) * 64, 64)
         ctypes.c_int.from_address(numbers[9]).value = 3
 
     def matmul(self, *numbers: int) -> None:
         scalars = (ctypes.c_float.from_address(numbers[2]).value, ctypes.c_float.from_address(numbers[7]).value)
-        self.products.append((*numbers[3:7], *numbers[8:], *scalars))  # type: ignore[arg-type]
+        if self.refuse:
+            raise self.cuBLASLtError("NOT_SUPPORTED (15)")
+        algorithm = ctypes.string_at(numbers[12], 64)[0]
+        self.products.append((*numbers[3:7], *numbers[8:12], algorithm, *numbers[13:], *scalars))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
     assert (a, b, out, also_out, scratch, size, stream) == (1000, 2000, 3000, 3000, 4000, 555, 9)
     assert len({first, second, result}) == 3
     assert result == also_result
-    assert (algorithm, alpha, beta) == (5000, 1.0, 1.0)
+    assert (chr(algorithm), alpha, beta) == ("A", 1.0, 1.0)
 
 
 def test_block_scaling_modes_swap_with_the_operands(library: _Library) -> None:
@@ -140,10 +140,17 @@ def test_other_candidates_can_be_chosen(library: _Library) -> None:
     plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, alpha=0.25), 0)
     plan.choose(2)
     plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
-    assert library.products[0][8] == 5000 + 2 * 96
+    assert chr(library.products[0][8]) == "C"
     assert library.products[0][-2:] == (0.25, 0.0)
     with pytest.raises(BackendError, match="expected one of 3"):
         plan.choose(3)
+
+
+def test_what_cublaslt_refuses_is_one_error(library: _Library) -> None:
+    plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
+    library.refuse = True
+    with pytest.raises(BackendError, match="NOT_SUPPORTED"):
+        plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
 
 
 def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Products by the fastest of cuBLASLt's algorithms: a problem's candidates are timed once, at its first call; the answer is kept on disk.
 
-The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is up to 8 % faster
-(benchmarks/NOTES.md). Which one wins depends on clocks and neighbours, and algorithms differ in how they sum; so these kernels may give
-other bits in another process, say so (``OpImpl.deterministic``), and are left out under ``fk.deterministic``, where the first one is taken.
+The heuristic's first candidate is not always its best: over a transformer layer's shapes the best of eight is up to 8 % faster, and with
+a bias a relative of theirs (``candidates``) another 8 % (benchmarks/NOTES.md). Which one wins depends on clocks and neighbours, and
+algorithms differ in how they sum; so these kernels may give other bits in another process, say so (``OpImpl.deterministic``), and are
+left out under ``fk.deterministic``, where the first one is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fp8kit.backends.cuda.cublaslt import Plan, bindings
 from fp8kit.backends.cuda.device import provider
 
 SMALLEST = 2**27  # multiply-adds: a smaller product takes some microseconds whatever the algorithm
-_ROUNDS = 7  # times each candidate is measured, in turn with the others, so that all see the same clocks
+_FINALISTS = 8  # candidates that are measured again after a first look at all of them
+_ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
 _LOCK = threading.Lock()
 
@@ -41,19 +43,20 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     with _LOCK:  # one problem at a time: two timed at once would slow each other
         if plan.settled:
             return
+        plan.widen()
         found = _recall(plan)
         if found is None:
             if launch.capturing(stream):
                 return
             times = _times(plan, run, stream)
-            found = min(range(plan.algorithms), key=times.__getitem__)
+            found = min(times, key=times.__getitem__)
             _keep(plan, found, times)
         plan.choose(found)
         plan.settled = True
 
 
-def _times(plan: Plan, run: Callable[[int], None], stream: int) -> list[float]:
-    """Median seconds of each candidate. The output goes to memory of its own: what is accumulated onto stays as it is."""
+def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, float]:
+    """Median seconds of the best candidates. The output goes to memory of its own: what is accumulated onto stays as it is."""
     calls, key = launch.runtime(), plan.key
     span = key.out.itemsize * ((key.batch - 1) * key.out_step + key.m * key.out_stride)
     with launch.current_device(plan.device):
@@ -71,14 +74,17 @@ def _times(plan: Plan, run: Callable[[int], None], stream: int) -> list[float]:
                 calls.eventSynchronize(events[1])
                 return float(calls.eventElapsedTime(*events)) / 1e3 / repeats
 
-            first = [seconds(candidate, 1) for candidate in range(plan.algorithms)]  # loads the algorithm's code, too
+            everyone = range(plan.algorithms)
+            first = [seconds(candidate, 1) for candidate in everyone]  # loads the algorithm's code, too
             repeats = max(1, min(20, round(_SHORTEST / max(min(first), 1e-6))))
-            rounds = [[seconds(candidate, repeats) for candidate in range(plan.algorithms)] for _ in range(_ROUNDS)]
+            look = [seconds(candidate, repeats) for candidate in everyone]
+            best = sorted(everyone, key=look.__getitem__)[:_FINALISTS]
+            rounds = [[seconds(candidate, repeats) for candidate in best] for _ in range(_ROUNDS)]
         finally:
             plan.choose(0)
             for event in events:
                 calls.eventDestroy(event)
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return {candidate: statistics.median(times) for candidate, times in zip(best, zip(*rounds, strict=True), strict=True)}
 
 
 @cache
@@ -97,17 +103,18 @@ def _recall(plan: Plan) -> int | None:
     """The kept answer, or None where there is none that fits."""
     try:
         kept = json.loads(_file(plan).read_text())
-        times, chosen = kept["seconds"], kept["chosen"]
-        fits = len(times) == plan.algorithms and isinstance(chosen, int) and 0 <= chosen < plan.algorithms
+        count, chosen = kept["algorithms"], kept["chosen"]
+        fits = count == plan.algorithms and isinstance(chosen, int) and 0 <= chosen < plan.algorithms
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return chosen if fits else None
 
 
-def _keep(plan: Plan, chosen: int, times: list[float]) -> None:
+def _keep(plan: Plan, chosen: int, times: dict[int, float]) -> None:
     """Write the answer; a folder that cannot be written costs the next process its own timing, nothing else."""
     path = _file(plan)
-    text = json.dumps({"where": _where(plan.device), "product": str(plan.key), "chosen": chosen, "seconds": times}, indent=1)
+    kept = {"where": _where(plan.device), "product": str(plan.key), "algorithms": plan.algorithms, "chosen": chosen, "seconds": times}
+    text = json.dumps(kept, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)

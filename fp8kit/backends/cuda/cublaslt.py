@@ -14,15 +14,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from fp8kit.backends.cuda import launch
+from fp8kit.backends.cuda import candidates, launch
 from fp8kit.errors import BackendError, install
 from fp8kit.formats import DType, float32
 
 Scaling = Literal["tensor", "row", "block_1x128", "block_128x128"]
 WORKSPACE = 32 << 20  # bytes that a product may use for splitting its contraction; NVIDIA's advice for Hopper
-_CANDIDATES = 8
 KEPT = 1024  # plans
 _COMPUTE_32F = 68  # float32 throughout: no TF32
 _FLOAT32 = float32.cuda
@@ -30,10 +27,8 @@ _FLOAT32 = float32.cuda
 # cublasLtMatmulDescAttributes_t
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE, _FAST_ACCUMULATE = 3, 4, 7, 8, 26, 25
 _A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 31, 32
-# cublasLtMatrixLayoutAttribute_t, cublasLtMatmulPreferenceAttributes_t, cublasLtEpilogue_t, cublasLtMatmulMatrixScale_t
+# cublasLtMatrixLayoutAttribute_t, cublasLtEpilogue_t, cublasLtMatmulMatrixScale_t
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
-_MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-_IN_COMPUTE_TYPE = 2  # a split contraction is summed in float32, never in the output's type: every output is rounded once
 _SOME_ADDRESS = 256  # stands for the scales while algorithms are looked for: only "tensor" is found without
 _EPILOGUE_BIAS = 4
 _SCALE_MODES: dict[Scaling, int] = {"tensor": 0, "row": 3, "block_1x128": 4, "block_128x128": 5}
@@ -109,19 +104,24 @@ def bindings() -> Any:
     return module
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What ``bindings`` raise: a status that is not success, and what is missing."""
+    return RuntimeError, bindings().cuBLASLtError
+
+
 @functools.cache
 def _handle(device_index: int) -> int:
     with launch.current_device(device_index):
         try:
             return int(bindings().create())
-        except RuntimeError as error:
+        except refusals() as error:
             raise BackendError(f"cublaslt: no handle on cuda:{device_index}: {error}") from error
 
 
 class Plan:
     """Descriptors and algorithms of one ``MatmulKey`` on one device. ``run`` may be called from several threads.
 
-    ``algorithms`` counts the heuristic's candidates, best first; ``choose(i)`` takes another than the first.
+    ``algorithms`` counts the candidates, the heuristic's best first; ``choose(i)`` takes another than the first.
     """
 
     def __init__(self, key: MatmulKey, device_index: int) -> None:
@@ -132,6 +132,7 @@ class Plan:
         self._handle = _handle(device_index)
         self._matmul = self._lt.matmul
         self._set = self._lt.matmul_desc_set_attribute
+        self._refusals = refusals()
         self._get_device = launch.runtime().getDevice
         self._lock = threading.Lock()
         # host memory that cuBLASLt reads: scalars at each call, pointers when they are set
@@ -140,13 +141,20 @@ class Plan:
         self._beta = self._alpha + 4
         self._pointer = ctypes.c_uint64(0)
         self._pointer_at = ctypes.addressof(self._pointer)
+        self._wide = False
+        self._memory: tuple[Any, Any] | None = None  # the candidates, and those there were before
         self._known: list[int] = []  # A's scale, B's scale, bias, as the descriptor has them
         try:
             with launch.current_device(device_index):
                 self._describe()
-                self._find()
-        except RuntimeError as error:
-            raise BackendError(f"cublaslt: {key} on cuda:{device_index}: {error}") from error
+                self._product = candidates.Product(self._lt, self._handle, self._description, self._layouts, key.workspace, key.alignment,
+                                                   self._refusals)
+                proposed = self._product.proposed()
+        except self._refusals as error:
+            raise self.refused(error) from error
+        if not proposed:
+            raise self.refused("no algorithm")
+        self._found(proposed)
 
     def _describe(self) -> None:
         scale = 0 if self.key.scaling is None else _SOME_ADDRESS
@@ -182,35 +190,26 @@ class Plan:
             self._lt.matrix_layout_set_attribute(layout, _BATCH_STRIDE, ctypes.addressof(step), 8)
         return int(layout)
 
-    def _find(self) -> None:
-        lt, key = self._lt, self.key
-        preference = lt.matmul_preference_create()
-        limit, alignment = ctypes.c_uint64(key.workspace), ctypes.c_uint32(key.alignment)
-        lt.matmul_preference_set_attribute(preference, _MAX_WORKSPACE, ctypes.addressof(limit), 8)
-        reductions = ctypes.c_uint32(_IN_COMPUTE_TYPE)
-        lt.matmul_preference_set_attribute(preference, _REDUCTIONS, ctypes.addressof(reductions), 4)
-        for attribute in _ALIGNMENTS:
-            lt.matmul_preference_set_attribute(preference, attribute, ctypes.addressof(alignment), 4)
-        self._results = lt.MatmulHeuristicResult(_CANDIDATES)
-        found = ctypes.c_int(0)
-        a, b, d = self._layouts
-        try:
-            lt.matmul_algo_get_heuristic(
-                self._handle, self._description, a, b, d, d, preference, _CANDIDATES, self._results.ptr, ctypes.addressof(found)
-            )
-        finally:
-            lt.matmul_preference_destroy(preference)
-        self.algorithms = found.value
-        if not self.algorithms:
-            raise BackendError(f"cublaslt: no algorithm for {key}")
+    def _found(self, algorithms: list[bytes]) -> None:
+        """These are the candidates, the first one taken."""
+        # another thread may run one of those there were
+        self._memory = (ctypes.create_string_buffer(b"".join(algorithms), len(algorithms) * candidates.SIZE), self._memory)
+        self._algorithms = algorithms
+        self.algorithms = len(algorithms)
         self.choose(0)
 
+    def widen(self) -> None:
+        """Let the relatives of the heuristic's candidates be candidates, too (``candidates``)."""
+        if not self._wide:
+            with launch.current_device(self.device):
+                self._found([*self._algorithms, *self._product.relatives(self._algorithms)])
+            self._wide = True
+
     def choose(self, index: int) -> None:
-        """Take the heuristic's candidate number ``index`` from now on."""
-        if not 0 <= index < self.algorithms:
+        """Take candidate number ``index`` from now on; the heuristic's come first."""
+        if not 0 <= index < self.algorithms or self._memory is None:
             raise BackendError(f"cublaslt: algorithm: got {index}, expected one of {self.algorithms}")
-        # the algorithm is the first member of each result
-        self.algorithm = self._results.ptr + index * int(np.dtype(self._lt.matmul_heuristic_result_dtype).itemsize)
+        self.algorithm = ctypes.addressof(self._memory[0]) + index * candidates.SIZE
 
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int,
             stream: int) -> None:
@@ -236,7 +235,7 @@ class Plan:
                     self._handle, self._description, self._alpha, b, first, a, second, self._beta, out, result, out, result,
                     self.algorithm, workspace, workspace_bytes, stream,
                 )
-            except RuntimeError as error:
+            except self._refusals as error:
                 raise self.refused(error) from error
         recording = launch.here.recording
         if recording is not None:
@@ -246,7 +245,7 @@ class Plan:
             else:
                 recording.whole = False  # another algorithm is to come
 
-    def refused(self, error: Exception) -> BackendError:
+    def refused(self, error: Exception | str) -> BackendError:
         """cuBLASLt's refusal of the product."""
         return BackendError(f"cublaslt: {self.key} on cuda:{self.device}: {error}")
 
@@ -276,14 +275,14 @@ class Bound:
     def __call__(self) -> None:
         try:
             self._matmul(*self._before, self._plan.algorithm, *self._behind)
-        except RuntimeError as error:
+        except self._plan._refusals as error:
             raise self._plan.refused(error) from error
 
     def on(self, stream: int) -> None:
         """Run it on another stream."""
         try:
             self._matmul(*self._before, self._plan.algorithm, *self._behind[:2], stream)
-        except RuntimeError as error:
+        except self._plan._refusals as error:
             raise self._plan.refused(error) from error
 
 

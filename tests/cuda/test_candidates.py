@@ -1,0 +1,156 @@
+"""Relatives of the heuristic's algorithms: which are asked for, by a library that stands for cuBLASLt; what they compute, on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import struct
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit import arrays, codec
+from fp8kit.arrays import Device
+from fp8kit.backends.cuda import candidates, cublaslt
+from fp8kit.backends.cuda.cublaslt import MatmulKey
+from fp8kit.formats import E4M3, bfloat16, float8_e4m3fn, float32
+from fp8kit.testing.compare import assert_close
+from fp8kit.testing.contract import get, poisoned, put, workspace
+from fp8kit.testing.contract.gemm import fp8_slack, joining_slack
+
+GPU = Device("cuda", 0)
+
+
+class Tile(enum.IntEnum):
+    TILE_128x160 = 20
+    TILE_160x128 = 30
+    TILE_UNDEFINED = 0
+    TILE_64x64 = 5
+
+
+class Cluster(enum.IntEnum):
+    SHAPE_1x1x1 = 2
+    SHAPE_2x1x1 = 3
+    SHAPE_1x2x1 = 5
+
+
+def algorithm(tile: int, cluster: int, option: int) -> bytes:
+    """One of the library below: three of its numbers and nothing else."""
+    return struct.pack("<3I", tile, cluster, option).ljust(64, b"\0")
+
+
+class Library:
+    """cuBLASLt with algorithms of three numbers. It accepts what stands in ``good``: number -> workspace."""
+
+    MatmulTile, ClusterShape = Tile, Cluster
+    PLACES = types.MappingProxyType({1: 0, 8: 4, 5: 8})  # tile, cluster, option: where they stand
+
+    class cuBLASLtError(Exception):
+        pass
+
+    def __init__(self, proposed: list[bytes], good: dict[bytes, int], most: int = 3) -> None:
+        self.results, self.good, self.most = proposed, good, most
+        self.preferences: list[tuple[int, int]] = []
+        self.asked: list[bytes] = []
+
+    def matmul_preference_create(self) -> int:
+        return 7
+
+    def matmul_preference_destroy(self, preference: int) -> None:
+        assert preference == 7
+
+    def matmul_preference_set_attribute(self, preference: int, attribute: int, address: int, size: int) -> None:
+        self.preferences.append((attribute, int.from_bytes(ctypes.string_at(address, size), "little")))
+
+    def matmul_algo_get_heuristic(self, *numbers: int) -> None:
+        assert numbers[:8] == (1, 2, 3, 4, 5, 5, 7, candidates.PROPOSED)
+        for i, found in enumerate(self.results):
+            ctypes.memmove(numbers[8] + 96 * i, found, 64)
+        ctypes.c_int.from_address(numbers[9]).value = len(self.results)
+
+    def matmul_algo_config_get_attribute(self, at: int, attribute: int, to: int, size: int, written: int) -> None:
+        ctypes.memmove(to, at + self.PLACES[attribute], size)
+
+    def matmul_algo_config_set_attribute(self, at: int, attribute: int, value: int, size: int) -> None:
+        ctypes.memmove(at + self.PLACES[attribute], value, size)
+
+    def matmul_algo_cap_get_attribute(self, at: int, attribute: int, to: int, size: int, written: int) -> None:
+        assert attribute == 7
+        ctypes.c_int32.from_address(to).value = self.most
+
+    def matmul_algo_check(self, *numbers: int) -> None:
+        assert numbers[:6] == (1, 2, 3, 4, 5, 5)
+        self.asked.append(ctypes.string_at(numbers[6], 64))
+        if self.asked[-1] not in self.good:
+            raise self.cuBLASLtError("NOT_SUPPORTED (15)")
+        ctypes.c_size_t.from_address(numbers[7] + 64).value = self.good[self.asked[-1]]
+
+
+def product(library: Library) -> candidates.Product:
+    return candidates.Product(library, 1, 2, (3, 4, 5), 1000, 16, (library.cuBLASLtError,))
+
+
+def test_the_heuristic_is_told_the_limits() -> None:
+    library = Library([algorithm(20, 3, 1)], {})
+    assert product(library).proposed() == library.results
+    # MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK (COMPUTE_TYPE), MIN_ALIGNMENT of A, B, C and D
+    assert library.preferences == [(1, 1000), (3, 2), (5, 16), (6, 16), (7, 16), (8, 16)]
+    assert product(Library([], {})).proposed() == []
+
+
+def test_relatives_have_other_options_or_are_turned() -> None:
+    proposed = [algorithm(20, 3, 1)]
+    every = [algorithm(tile, cluster, option) for tile, cluster in ((20, 3), (30, 5)) for option in range(4)]
+    library = Library(proposed, dict.fromkeys(every, 1000))
+    assert product(library).relatives(proposed) == [one for one in every if one != proposed[0]]
+
+
+def test_what_cublaslt_refuses_or_needs_more_memory_is_none() -> None:
+    proposed, good = [algorithm(20, 3, 1)], algorithm(30, 5, 2)
+    library = Library(proposed, {good: 1000, algorithm(20, 3, 0): 1001})
+    assert product(library).relatives(proposed) == [good]
+    assert len(library.asked) == 7
+
+
+def test_each_is_asked_for_once() -> None:
+    """Two proposals that are each other turned have the same relatives; a tile that is no rectangle with a turned one has itself."""
+    proposed = [algorithm(20, 3, 1), algorithm(30, 5, 0), algorithm(5, 2, 0), algorithm(0, 2, 0), algorithm(77, 9, 0)]
+    library = Library(proposed, dict.fromkeys([algorithm(20, 3, 0), algorithm(30, 5, 1), algorithm(77, 9, 3)], 0))
+    assert product(library).relatives(proposed) == list(library.good)
+    assert len(library.asked) == len(set(library.asked))
+    assert {one[:8] for one in library.asked} == {one[:8] for one in proposed}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("out_dtype", [float32, bfloat16])
+def test_every_candidate_gives_the_fp8_product(fast: bool, out_dtype: Any) -> None:
+    """A long sum of values above 0: one that is done fast where it may not be is out of its bound. Fast ones have values of both signs."""
+    m, n, k = 256, 384, 8192
+    generator = np.random.default_rng(5)
+    drawn = [generator.standard_normal(shape) * 8 for shape in ((m, k), (n, k))]
+    a, b = (codec.encode(values if fast else np.abs(values), E4M3) for values in drawn)
+    wide_a, wide_b = (codec.decode(codes, E4M3).astype(np.float64) for codes in (a, b))
+    exact, magnitude = wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T
+    biased = out_dtype is bfloat16
+    shift = np.full(n, 2.0**20, np.float32).astype(bfloat16.numpy)
+    slack = fp8_slack(magnitude, k, fast, GPU) + joining_slack(exact, out_dtype, int(biased), GPU)
+    want = exact + (2.0**20 if biased else 0.0)
+    da, db, ds, one = (put(array, GPU) for array in (a, b, shift, np.ones(1, np.float32)))
+    scratch = workspace(cublaslt.WORKSPACE, GPU)
+    key = MatmulKey(m, n, k, "nt", float8_e4m3fn, float8_e4m3fn, out_dtype, k, k, n, bias=biased, scaling=("tensor", "tensor"),
+                    fast_accumulate=fast)
+    plan = cublaslt.Plan(key, 0)
+    proposed = plan.algorithms
+    plan.widen()
+    assert plan.algorithms > proposed
+    for choice in range(plan.algorithms):
+        plan.choose(choice)
+        out = poisoned((m, n), out_dtype, GPU)
+        plan.run(da.ptr, db.ptr, out.ptr, one.ptr, one.ptr, ds.ptr if biased else 0, scratch.ptr, key.workspace, arrays.current_stream(GPU))
+        assert_close(f"algorithm {choice}", get(out), want, out_dtype, slack)
+    count = plan.algorithms
+    plan.widen()
+    assert plan.algorithms == count
