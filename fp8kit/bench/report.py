@@ -74,9 +74,8 @@ class Setting:
         return replace(self, deadline=end if self.deadline is None else min(end, self.deadline))
 
     def settled(self) -> Setting:
-        """The same in longer turns, on a GPU: more calls do not count, and more do. For layers, and what takes the host's time. After a
-        change of contenders the allocator that all share gives the same again, as in a training, only after some calls, and at its power
-        limit a GPU has the clocks of what it runs only after some tens of milliseconds."""
+        """The same, for what may take the host's time. Contenders take turns in one allocator, and what it gives is the same again, as in
+        a training, only some calls after each change: on a GPU more of them do not count, and more do."""
         return self if self.device.kind == "cpu" else replace(self, warmups=max(self.warmups, 10), calls=max(self.calls, 10))
 
 

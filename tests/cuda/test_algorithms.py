@@ -148,6 +148,15 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp
     assert plan.chosen == 1
 
 
+def test_relatives_are_candidates_of_large_products(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    widened: list[Any] = []
+    monkeypatch.setattr(_Plan, "widen", lambda plan: widened.append(plan))
+    small, large = _Plan(), _Plan(MatmulKey(8192, 4096, 4096, "nt", bfloat16, bfloat16, bfloat16, 4096, 4096, 4096, timed=True))
+    for plan in (small, large):
+        algorithms.settle(plan, product(plan, driver, []), 7)
+    assert widened == [large]
+
+
 def test_deterministic_products_take_the_first() -> None:
     manager = dispatch.get_default_manager()
     for kernel in ("gemm", "fp8_gemm", "block_gemm"):
@@ -162,7 +171,8 @@ def test_deterministic_products_take_the_first() -> None:
 
 @pytest.mark.gpu
 def test_every_candidate_gives_the_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """A product large enough to be timed, onto an output that is accumulated: once, not once a candidate."""
+    """A product large enough to be timed, onto an output that is accumulated: once, not once a candidate. As if it were a large one."""
+    monkeypatch.setattr(algorithms, "WIDE", 0)
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
     generator = np.random.default_rng(3)
     m, n, k = 512, 768, 1024

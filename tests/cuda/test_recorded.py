@@ -242,7 +242,7 @@ def test_a_product_again_has_its_own_addresses(library: _Library, monkeypatch: p
     first, _, again = library.products
     assert {(17, 22), (18, 11), (8, 33)} <= set(own)
     assert again[:8] == first[:8]
-    assert again[8] == 5000 + 2 * 96  # the plan's algorithm, whenever that was found
+    assert chr(again[8]) == "C"  # the plan's algorithm, whenever that was found
     assert again[9:] == first[9:]
     del made
     assert len(destroyed) == 1

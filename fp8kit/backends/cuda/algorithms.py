@@ -25,6 +25,7 @@ from fp8kit.backends.cuda.cublaslt import Plan, bindings
 from fp8kit.backends.cuda.device import provider
 
 SMALLEST = 2**27  # multiply-adds: a smaller product takes some microseconds whatever the algorithm
+WIDE = 2**35  # multiply-adds from which on relatives are candidates, too: a smaller product lasts 50 us at most, and has fewer to time
 _FINALISTS = 8  # candidates that are measured again after a first look at all of them
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
@@ -37,13 +38,15 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     The plan is not settled, and nothing is changed, where nothing can be timed now: while ``stream`` is captured into a graph.
     """
     key = plan.key
-    if plan.algorithms < 2 or key.batch * key.m * key.n * key.k < SMALLEST:
+    size = key.batch * key.m * key.n * key.k
+    if plan.algorithms < 2 or size < SMALLEST:
         plan.settled = True
         return
     with _LOCK:  # one problem at a time: two timed at once would slow each other
         if plan.settled:
             return
-        plan.widen()
+        if size >= WIDE:
+            plan.widen()
         found = _recall(plan)
         if found is None:
             if launch.capturing(stream):
