@@ -24,6 +24,7 @@ from fp8kit.testing import relative_error
 CORNER = 64  # rows and columns of the result that are compared with float64
 # bfloat16's rounding of the result, and the tensor cores' 14-bit sums where they are fast; see docs/numerics.md
 BOUND = 2.0**-7
+FINALISTS = 8  # algorithms that are timed beside the others
 OURS, BEST = "fp8kit FP8", "cuBLASLt, best algorithm"
 _SPREAD = {"E4M3": 64.0, "E5M2": 8192.0}  # of the codes: normal values use the format's upper binades and never its limit
 
@@ -118,18 +119,22 @@ def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int
     return plan, lambda out: plan.run(a.ptr, b.ptr, out, a_inv.ptr, b_inv.ptr, 0, given.workspace.ptr, WORKSPACE, stream)
 
 
-def algorithms(given: Operands) -> list[Step]:
-    """A call for each algorithm of cuBLASLt's heuristic and each relative of theirs, the first one first. A CUDA device only."""
+def algorithms(given: Operands) -> dict[int, Step]:
+    """Calls by the best algorithms at a first look, by number: cuBLASLt's heuristic's come first, then relatives of theirs. A CUDA device
+    only."""
+    plan, run = _plan(given)
+    plan.widen()
 
     def call(index: int) -> Step:
-        plan, run = _plan(given)  # one each: a plan runs one algorithm at a time
-        plan.widen()
-        plan.choose(index)
-        return lambda: run(given.out.ptr)
+        def step() -> None:
+            plan.choose(index)
+            run(given.out.ptr)
 
-    plan, _ = _plan(given)
-    plan.widen()
-    return [call(index) for index in range(plan.algorithms)]
+        return step
+
+    steps = {index: call(index) for index in range(plan.algorithms)}
+    look = medians(interleaved({str(index): step for index, step in steps.items()}, clock_for(given.out.device), 2, 2))
+    return {index: steps[index] for index in sorted(steps, key=lambda index: look[str(index)])[:FINALISTS]}
 
 
 def fastest(given: Operands, fast: bool | None = None) -> Step:
@@ -173,15 +178,15 @@ def measure(product: Product, setting: Setting, peers: Peers = nobody, kernels: 
         if not row["error"] < BOUND:
             row["status"] = f"WRONG: error {row['error']:.5f}, bound {BOUND:.5f}"
         steps[name] = step
-    proposed = algorithms(given) if device.kind == "cuda" else []
-    steps |= {f"algorithm {i}": step for i, step in enumerate(proposed)}
+    proposed = algorithms(given) if device.kind == "cuda" else {}
+    steps |= {f"algorithm {i}": step for i, step in proposed.items()}
     times = medians(interleaved(steps, clock_for(device), max(2, setting.rounds // 2), setting.calls, setting.warmups))
     for name, row in rows.items():
         if name in times:
             row |= {"gpu_ms": times[name] * 1e3, "tflops": product.flops / times[name] * 1e-12}
     if proposed:
-        found = [times[f"algorithm {i}"] for i in range(len(proposed))]
-        best = min(range(len(found)), key=found.__getitem__)
+        found = {i: times[f"algorithm {i}"] for i in proposed}
+        best = min(found, key=found.__getitem__)
         given.poison()
         proposed[best]()
         rows[BEST] = {"workload": workload, "case": BEST, "status": "ok", "product": product.name, "algorithm": best,

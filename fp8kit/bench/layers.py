@@ -77,8 +77,8 @@ def take_times(rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Sett
     for name, seconds in times.items():
         rows[name]["gpu_ms"] = seconds * 1e3
     if host and setting.device.kind != "cpu":
-        for name, seconds in host_seconds(steps, setting.device, setting.rounds, setting.calls, setting.warmups).items():
-            rows[name]["host_us"] = seconds * 1e6
+        for name, found in host_seconds(steps, setting.device, setting.rounds, setting.calls, setting.warmups).items():
+            rows[name] |= found.row()
 
 
 def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Callable[[Problem], Results] = reference,
@@ -119,8 +119,8 @@ def host_part(setting: Setting, contenders: Contenders = native_only, exact: Cal
             kept.append(running)
             steps[name] = running.step
     how = setting.settled()
-    for name, seconds in host_seconds(steps, how.device, 4 * how.rounds, 2 * how.calls, how.warmups).items():
-        rows[name]["host_us"] = seconds * 1e6
+    for name, found in host_seconds(steps, how.device, 4 * how.rounds, 2 * how.calls, how.warmups).items():
+        rows[name] |= found.row()
     for row in rows.values():
         row.pop("peak_gib", None)
     return list(rows.values())

@@ -4,8 +4,8 @@ A part is a function from a ``Setting`` to rows. A row is a flat dictionary: ``w
 there is no figure ("not installed", "left out: ...", "failed: ..."), or that it is one of a wrong result ("WRONG: ..."). The rest are
 figures:
 
-* ``gpu_ms``: median time of a call, calls queued back to back, ``cpu_ms`` where the CPU computes; ``host_us``: median time until a call
-  returns, the device idle before.
+* ``gpu_ms``: median time of a call, calls queued back to back, ``cpu_ms`` where the CPU computes; ``host_us``: time until a call
+  returns, the device idle before: the quickest turn's (``timing.HostTime``); ``host_us_median``: the median turn's.
 * ``error_y``, ``error_dx``, ``error``: ||got - exact|| / ||exact|| against float32, of a layer without its residual stream.
 * ``of_bound``: an error as a share of the largest that is allowed; ``check``: in words how else the result was checked.
 * ``peak_gib``: parameters, gradients and all that a step allocates (on the CPU that alone). ``first_step_s``: making the module and its

@@ -130,8 +130,8 @@ def attention_part(setting: Setting, peers: Attentions = lambda run: {}) -> list
         for case, seconds in medians(interleaved(steps, clock_for(setting.device), setting.rounds, setting.calls, setting.warmups)).items():
             own[case] |= {"gpu_ms": seconds * 1e3, "tflops": own[case]["flops"] / seconds * 1e-12}
         if setting.device.kind == "cuda":
-            for case, seconds in host_seconds(steps, setting.device, 2, setting.calls).items():
-                own[case]["host_us"] = seconds * 1e6
+            for case, found_time in host_seconds(steps, setting.device, 2, setting.calls).items():
+                own[case] |= found_time.row()
         rows += own.values()
     return rows
 

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
@@ -96,20 +96,37 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def host_seconds(steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int = 2) -> dict[str, float]:
-    """Median time until one call returns, the device idle when it starts; contenders in turn. On the CPU the whole computation's time."""
+class HostTime(NamedTuple):
+    """Seconds until a call returns: ``quickest``, the median of the calls of the quickest turn; ``median``, of the turns' medians.
+
+    What others do on the host makes a contender slower for seconds at a time, up to 2.5 times (benchmarks/NOTES.md), and never quicker: so
+    the quickest turn tells of the contender, as ``timeit`` takes the best of its repeats.
+    """
+
+    quickest: float
+    median: float
+
+    def row(self) -> dict[str, float]:
+        """As figures of a report's row."""
+        return {"host_us": self.quickest * 1e6, "host_us_median": self.median * 1e6}
+
+
+def host_seconds(steps: Mapping[str, Step], device: Device, rounds: int, calls: int, warmups: int = 2) -> dict[str, HostTime]:
+    """Time until one call returns, the device idle when it starts; contenders in turn. On the CPU the whole computation's time."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             for _ in range(warmups):
                 step()
+            turn = []
             for _ in range(calls):
                 arrays.synchronize(device)
                 start = time.perf_counter()
                 step()
-                times[name].append(time.perf_counter() - start)
+                turn.append(time.perf_counter() - start)
+            times[name].append(statistics.median(turn))
     arrays.synchronize(device)
-    return medians(times)
+    return {name: HostTime(min(turns), statistics.median(turns)) for name, turns in times.items()}
 
 
 def gpu_state(device: Device, load: Step, seconds: float = 1.0) -> dict[str, str]:

@@ -63,7 +63,8 @@ struct plain {
 // The smooth activations are x * sigmoid(w(x)), with e = exp(-w): value = x / (1 + e), |error| <= 2**-21 |x|; -Inf gives -0 since x is
 // held finite there. Their slope is s + x w'(x) s (1 - s), s = 1 / (1 + e) and 1 - s = e s, which cancels nothing, |error| <= 2**-20;
 // x is clamped first to where exp(-w) is finite and the slope is within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
-// They rise: value / x does, for x > 0, value(1) > 0.7, and where x < 0 the value is within 0.3 of 0.
+// They rise where x > 0, as value / x does; value(1) > 0.7, and where x < 0 the value is within 0.3 of 0. So values of x up to H (1 - 2**-16),
+// H > 1, are below that of H, by more than both errors and before they are rounded.
 constexpr float LOG2_E = 1.4426950408889634f, LEAST = -3.0e38f, MOST_W = 80.0f;
 
 template <typename W> struct smooth : plain {  // w = x (LINEAR + CUBIC x**2), x clamped to FAR
@@ -189,15 +190,15 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
   }
 }
 
-// x: (M, PARTS * F), y: (M, F). For an amax alone of an activation that rises, eight values are worked out only where one of them is not
-// below `beneath`: 2**-16, more than the value's error, under the highest that the warp has seen, once that is above 1.
+// x: (M, PARTS * F), y: (M, F). For an amax alone of an activation that rises, eight values are worked out only where one x of them is above
+// `beneath`: 2**-16 under the highest that the warp has seen, once that is above 1. NaN is above everything.
 extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS)
 act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
         f64 alpha, f64 offset, Cast given) {
   const Params params{(float)limit, (float)alpha, (float)offset};
   const Cast cast = known(given);
   constexpr bool SKIMS = Same<TILES, none>::value && PARTS == 1 && ACT::rises;
-  float highest = 0.0f, beneath = __int_as_float(0xff800000);
+  float highest = 0.0f, beneath = -INF;
   alignas(16) __shared__ u32 tile[TILE_WORDS];
   __shared__ float shared[32];
   const u32 block = given.known_amax != nullptr ? blockIdx.x : block_from_the_end();  // the pass that took the amax went from the end
@@ -220,9 +221,9 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
   };
-  const auto skim = [&](int k, Index t) {
+  const auto skimmed = [&](int k, Index t) {  // true, which spares the compiler's remark on code that is not reached
     if (k == 1) {
-      highest = __int_as_float(__reduce_max_sync(~0u, __float_as_int(highest)));
+      highest = __int_as_float(__reduce_max_sync(~0u, __float_as_int(highest)));  // no number below 0 is in it
       if (highest > 1.0f) beneath = highest * (1.0f - 0x1p-16f);
     }
     float v[8], top = beneath;
@@ -244,7 +245,7 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float v[8];
-      if (SKIMS && skim(k, t)) continue;
+      if (SKIMS && skimmed(k, t)) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         v[j] = ACT::value(value(in[0][k], j) + shifts[0][j], params);

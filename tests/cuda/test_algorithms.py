@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import algorithms, cublaslt, launch
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.backends.policy import SelectionPolicy, policy_context
-from fp8kit.formats import bfloat16, float32
+from fp8kit.errors import BackendError
+from fp8kit.formats import bfloat16, float8_e4m3fn, float32
 from fp8kit.testing.compare import assert_close, sum_slack
 from fp8kit.testing.contract import get, poisoned, put, workspace
 
@@ -61,16 +63,27 @@ class _Driver:
 
 
 class _Plan:
-    """A plan with three algorithms."""
+    """A plan with an algorithm for each of ``times``, known by their numbers."""
 
-    def __init__(self, key: MatmulKey = KEY, algorithms: int = len(MILLISECONDS)) -> None:
-        self.key, self.algorithms, self.device, self.chosen, self.settled = key, algorithms, 0, 0, False
+    def __init__(self, key: MatmulKey = KEY, times: Sequence[float] = MILLISECONDS) -> None:
+        self.key, self.times, self.algorithms, self.device, self.settled = key, times, len(times), 0, False
+        self.index, self.refuses, self.wide = 0, set[int](), False
+
+    @property
+    def chosen(self) -> bytes:
+        return bytes([self.index])
 
     def widen(self) -> None:
-        pass
+        self.wide = True
 
     def choose(self, index: int) -> None:
-        self.chosen = index
+        self.index = index
+
+    def take(self, algorithm: bytes) -> bool:
+        accepted = len(algorithm) == 1 and algorithm[0] < self.algorithms
+        if accepted:
+            self.index = algorithm[0]
+        return accepted
 
 
 @pytest.fixture
@@ -87,8 +100,10 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> _Driver:
 
 def product(plan: _Plan, driver: _Driver, to: list[int]) -> Any:
     def run(out: int) -> None:
+        if plan.index in plan.refuses:
+            raise BackendError("NOT_SUPPORTED")
         to.append(out)
-        driver.now += MILLISECONDS[plan.chosen]
+        driver.now += plan.times[plan.index]
 
     return run
 
@@ -97,21 +112,20 @@ def test_the_fastest_is_taken_and_kept(driver: _Driver, tmp_path: Any) -> None:
     plan, to = _Plan(), []
     algorithms.settle(plan, product(plan, driver, to), 7)
     assert plan.settled
-    assert plan.chosen == 1
+    assert plan.index == 1
     assert set(to) == {4096}  # never the caller's output
     assert driver.alive == 0
     (path,) = (tmp_path / "products").iterdir()
     kept = json.loads(path.read_text())
-    assert kept["chosen"] == 1
-    assert kept["algorithms"] == 3
+    assert kept["algorithm"] == "01"
     np.testing.assert_allclose([kept["seconds"][str(i)] for i in range(3)], np.array(MILLISECONDS) / 1e3)
     again = _Plan()
     algorithms.settle(again, product(again, driver, calls := []), 7)
     assert again.settled
-    assert (again.chosen, calls) == (1, [])  # another process would not time either
+    assert (again.index, calls) == (1, [])  # another process would not time either
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"algorithms": 2, "chosen": 0}', '{"algorithms": 3, "chosen": 3}', "[1]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"algorithm": "03"}', '{"algorithm": "no"}', '{"algorithm": 1}', "[1]"])
 def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: Any, text: str) -> None:
     plan = _Plan()
     path = algorithms._file(plan)  # type: ignore[arg-type]
@@ -119,25 +133,25 @@ def test_an_answer_that_does_not_fit_is_found_anew(driver: _Driver, tmp_path: An
     path.write_text(text)
     algorithms.settle(plan, product(plan, driver, []), 7)
     assert plan.settled
-    assert plan.chosen == 1
-    assert json.loads(path.read_text())["chosen"] == 1
+    assert plan.index == 1
+    assert json.loads(path.read_text())["algorithm"] == "01"
 
 
 def test_what_is_captured_is_not_timed(driver: _Driver) -> None:
     plan, driver.capturing = _Plan(), True
     algorithms.settle(plan, product(plan, driver, to := []), 7)
     assert not plan.settled
-    assert (plan.chosen, to) == (0, [])
+    assert (plan.index, to) == (0, [])
     driver.capturing = False
     algorithms.settle(plan, product(plan, driver, to), 7)
     assert plan.settled
-    assert plan.chosen == 1
+    assert plan.index == 1
 
 
 def test_small_products_and_single_candidates_are_not_timed(driver: _Driver) -> None:
-    for plan in (_Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)), _Plan(algorithms=1)):
+    for plan in (_Plan(MatmulKey(64, 64, 64, "nt", bfloat16, bfloat16, float32, 64, 64, 64, timed=True)), _Plan(times=(1.0,))):
         algorithms.settle(plan, product(plan, driver, to := []), 7)
-        assert (plan.settled, plan.chosen, to) == (True, 0, [])
+        assert (plan.settled, plan.index, to) == (True, 0, [])
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp_path: Any) -> None:
@@ -145,16 +159,39 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(driver: _Driver, tmp
     plan = _Plan()
     algorithms.settle(plan, product(plan, driver, []), 7)
     assert plan.settled
-    assert plan.chosen == 1
+    assert plan.index == 1
 
 
-def test_relatives_are_candidates_of_large_products(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    widened: list[Any] = []
-    monkeypatch.setattr(_Plan, "widen", lambda plan: widened.append(plan))
-    small, large = _Plan(), _Plan(MatmulKey(8192, 4096, 4096, "nt", bfloat16, bfloat16, bfloat16, 4096, 4096, 4096, timed=True))
-    for plan in (small, large):
-        algorithms.settle(plan, product(plan, driver, []), 7)
-    assert widened == [large]
+def test_a_first_look_keeps_the_best(driver: _Driver, tmp_path: Any) -> None:
+    """Of twelve candidates eight are measured again: not the slowest four."""
+    plan = _Plan(times=(9.0, 12.0, 3.0, 11.0, 5.0, 8.0, 2.0, 10.0, 4.0, 1.5, 7.0, 6.0))
+    algorithms.settle(plan, product(plan, driver, []), 7)
+    assert plan.index == 9
+    (path,) = (tmp_path / "products").iterdir()
+    assert set(json.loads(path.read_text())["seconds"]) == {"2", "4", "5", "6", "8", "9", "10", "11"}
+
+
+def test_what_is_refused_when_it_runs_is_not_taken(driver: _Driver) -> None:
+    plan = _Plan()
+    plan.refuses = {1}
+    algorithms.settle(plan, product(plan, driver, []), 7)
+    assert plan.index == 2
+    assert driver.alive == 0
+    hopeless = _Plan(MatmulKey(1024, 512, 1024, "nt", bfloat16, bfloat16, float32, 1024, 1024, 512, timed=True))
+    hopeless.refuses = {0, 1, 2}
+    with pytest.raises(BackendError, match="NOT_SUPPORTED"):
+        algorithms.settle(hopeless, product(hopeless, driver, []), 7)
+    assert driver.alive == 0
+
+
+@pytest.mark.parametrize(("rows", "scaling", "wide"), [
+    (8192, ("tensor", "tensor"), True), (512, ("tensor", "tensor"), False), (8192, ("row", "row"), False), (8192, None, False),
+])  # fmt: skip
+def test_relatives_are_candidates_of_large_fp8_products(driver: _Driver, rows: int, scaling: Any, wide: bool) -> None:
+    operand = float8_e4m3fn if scaling else bfloat16
+    plan = _Plan(MatmulKey(rows, 4096, 4096, "nt", operand, operand, bfloat16, 4096, 4096, 4096, scaling=scaling, timed=True))
+    algorithms.settle(plan, product(plan, driver, []), 7)
+    assert plan.wide is wide
 
 
 def test_deterministic_products_take_the_first() -> None:
@@ -170,9 +207,8 @@ def test_deterministic_products_take_the_first() -> None:
 
 
 @pytest.mark.gpu
-def test_every_candidate_gives_the_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """A product large enough to be timed, onto an output that is accumulated: once, not once a candidate. As if it were a large one."""
-    monkeypatch.setattr(algorithms, "WIDE", 0)
+def test_a_timed_product_is_the_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A product large enough to be timed, onto an output that is accumulated: once, not once a candidate."""
     monkeypatch.setenv("FP8KIT_CACHE_DIR", str(tmp_path))
     generator = np.random.default_rng(3)
     m, n, k = 512, 768, 1024
@@ -192,6 +228,6 @@ def test_every_candidate_gives_the_product(monkeypatch: pytest.MonkeyPatch, tmp_
     answers = [json.loads(path.read_text()) for path in (tmp_path / "products").iterdir()]
     assert len({kept["product"] for kept in answers}) == len(answers) == 2, "onto an output and into a fresh one: two problems"
     for kept in answers:
-        assert kept["seconds"][str(kept["chosen"])] == min(kept["seconds"].values())
-        assert kept["algorithms"] > 8, "relatives of the heuristic's candidates are candidates, too"
+        assert len(bytes.fromhex(kept["algorithm"])) == 64
+        assert kept["seconds"]
     cublaslt.plan.cache_clear()

@@ -68,11 +68,18 @@ class _Library:
         self.attributes: list[tuple[int, int]] = []
         self.products: list[tuple[int, ...]] = []
         self.created = 100
-        self.refuse = False
+        self.refused = ""  # the function that refuses
+
+    def _allow(self, function: str) -> None:
+        if function == self.refused:
+            raise self.cuBLASLtError("NOT_SUPPORTED (15)")
 
     def _create(self, *_: object) -> int:
         self.created += 1
         return self.created
+
+    def matmul_desc_destroy(self, description: int) -> None:
+        pass
 
     create = matmul_desc_create = matrix_layout_create = matmul_preference_create = _create
 
@@ -82,19 +89,20 @@ class _Library:
     matrix_layout_set_attribute = matmul_preference_set_attribute = matmul_preference_destroy = _ignore
 
     def matmul_desc_set_attribute(self, _: int, attribute: int, address: int, size: int) -> None:
+        self._allow("matmul_desc_set_attribute")
         self.attributes.append((attribute, int.from_bytes(ctypes.string_at(address, size), "little")))
 
     cuBLASLtError = KeyError  # of no kin to RuntimeError, as the real one
 
     def matmul_algo_get_heuristic(self, *numbers: int) -> None:
+        self._allow("matmul_algo_get_heuristic")
         for i in range(3):
             ctypes.memmove(numbers[8] + 96 * i, b"%c" % (65 + i) * 64, 64)
         ctypes.c_int.from_address(numbers[9]).value = 3
 
     def matmul(self, *numbers: int) -> None:
         scalars = (ctypes.c_float.from_address(numbers[2]).value, ctypes.c_float.from_address(numbers[7]).value)
-        if self.refuse:
-            raise self.cuBLASLtError("NOT_SUPPORTED (15)")
+        self._allow("matmul")
         algorithm = ctypes.string_at(numbers[12], 64)[0]
         self.products.append((*numbers[3:7], *numbers[8:12], algorithm, *numbers[13:], *scalars))  # type: ignore[arg-type]
 
@@ -146,11 +154,44 @@ def test_other_candidates_can_be_chosen(library: _Library) -> None:
         plan.choose(3)
 
 
-def test_what_cublaslt_refuses_is_one_error(library: _Library) -> None:
-    plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4), 0)
-    library.refuse = True
+PLAIN = MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4)
+
+
+@pytest.mark.parametrize("function", ["matmul_algo_get_heuristic", "matmul_desc_set_attribute"])
+def test_a_problem_that_cublaslt_refuses_is_one_error(library: _Library, function: str) -> None:
+    library.refused = function
+    with pytest.raises(BackendError, match=r"cublaslt: MatmulKey.*NOT_SUPPORTED"):
+        cublaslt.Plan(PLAIN, 0)
+
+
+@pytest.mark.parametrize("function", ["matmul", "matmul_desc_set_attribute"])
+def test_a_product_that_cublaslt_refuses_is_one_error(library: _Library, function: str) -> None:
+    plan = cublaslt.Plan(PLAIN, 0)
+    library.refused = function
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
-        plan.run(1, 2, 3, 0, 0, 0, 0, 0, 0)
+        plan.run(1, 2, 3, 4, 5, 0, 0, 0, 0)  # with scales, so that the descriptor is told
+
+
+def test_a_recorded_product_that_cublaslt_refuses_is_one_error(library: _Library) -> None:
+    plan = cublaslt.Plan(PLAIN, 0)
+    bound = cublaslt.Bound(plan, (1, 2, 3, 0, 0, 0, 0, 0, 0))
+    library.refused = "matmul"
+    for call in (bound, lambda: bound.on(5)):
+        with pytest.raises(BackendError, match="NOT_SUPPORTED"):
+            call()
+    library.refused = "matmul_desc_set_attribute"
+    with pytest.raises(BackendError, match="NOT_SUPPORTED"):
+        cublaslt.Bound(plan, (1, 2, 3, 0, 0, 0, 0, 0, 0))
+
+
+def test_no_handle_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create() -> int:
+        raise _Library.cuBLASLtError("NOT_INITIALIZED (1)")
+
+    monkeypatch.setattr(cublaslt, "bindings", lambda: types.SimpleNamespace(create=create, cuBLASLtError=_Library.cuBLASLtError))
+    monkeypatch.setattr(cublaslt.launch, "current_device", lambda index: contextlib.nullcontext())
+    with pytest.raises(BackendError, match=r"no handle on cuda:0.*NOT_INITIALIZED"):
+        cublaslt._handle.__wrapped__(0)
 
 
 def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

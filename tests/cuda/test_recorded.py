@@ -248,6 +248,16 @@ def test_a_product_again_has_its_own_addresses(library: _Library, monkeypatch: p
     assert len(destroyed) == 1
 
 
+def test_a_product_that_cannot_be_bound_is_done_and_not_recorded(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    plan = cublaslt.Plan(KEY, 0)
+    monkeypatch.setattr(plan, "description", lambda *addresses: library._allow("description"))
+    library.refused = "description"
+    with recorded.recording() as made:
+        plan.run(1000, 2000, 3000, 11, 22, 33, 4000, 555, 9)
+    assert len(library.products) == 1
+    assert not made.whole
+
+
 def test_a_product_whose_algorithm_is_not_settled_is_not_recorded(library: _Library) -> None:  # noqa: F811
     plan = cublaslt.Plan(MatmulKey(4, 4, 4, "nn", float32, float32, float32, 4, 4, 4, timed=True), 0)
     with recorded.recording() as made:

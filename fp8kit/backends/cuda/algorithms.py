@@ -23,9 +23,10 @@ from fp8kit.arrays import Device
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda.cublaslt import Plan, bindings
 from fp8kit.backends.cuda.device import provider
+from fp8kit.errors import BackendError
 
 SMALLEST = 2**27  # multiply-adds: a smaller product takes some microseconds whatever the algorithm
-WIDE = 2**35  # multiply-adds from which on relatives are candidates, too: a smaller product lasts 50 us at most, and has fewer to time
+WIDE = 2**35  # multiply-adds from which on an FP8 product's relatives are timed, too: it takes 50 us and more on an H200
 _FINALISTS = 8  # candidates that are measured again after a first look at all of them
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
@@ -45,21 +46,21 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     with _LOCK:  # one problem at a time: two timed at once would slow each other
         if plan.settled:
             return
-        if size >= WIDE:
-            plan.widen()
-        found = _recall(plan)
-        if found is None:
+        kept = _recall(plan)
+        if kept is None or not plan.take(kept):
             if launch.capturing(stream):
                 return
+            if size >= WIDE and key.scaling == ("tensor", "tensor"):  # where it was measured what they give
+                plan.widen()
             times = _times(plan, run, stream)
-            found = min(times, key=times.__getitem__)
-            _keep(plan, found, times)
-        plan.choose(found)
+            plan.choose(min(times, key=times.__getitem__))
+            _keep(plan, times)
         plan.settled = True
 
 
 def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, float]:
-    """Median seconds of the best candidates. The output goes to memory of its own: what is accumulated onto stays as it is."""
+    """Median seconds of the best candidates. The output goes to memory of its own: what is accumulated onto stays as it is. A candidate
+    that cuBLASLt refuses after all has none; BackendError where it refuses every one."""
     calls, key = launch.runtime(), plan.key
     span = key.out.itemsize * ((key.batch - 1) * key.out_step + key.m * key.out_stride)
     with launch.current_device(plan.device):
@@ -77,17 +78,24 @@ def _times(plan: Plan, run: Callable[[int], None], stream: int) -> dict[int, flo
                 calls.eventSynchronize(events[1])
                 return float(calls.eventElapsedTime(*events)) / 1e3 / repeats
 
-            everyone = range(plan.algorithms)
-            first = [seconds(candidate, 1) for candidate in everyone]  # loads the algorithm's code, too
-            repeats = max(1, min(20, round(_SHORTEST / max(min(first), 1e-6))))
-            look = [seconds(candidate, repeats) for candidate in everyone]
-            best = sorted(everyone, key=look.__getitem__)[:_FINALISTS]
-            rounds = [[seconds(candidate, repeats) for candidate in best] for _ in range(_ROUNDS)]
+            first, refused = {}, None
+            for candidate in range(plan.algorithms):  # loads the algorithms' code, too
+                try:
+                    first[candidate] = seconds(candidate, 1)
+                except BackendError as error:
+                    refused = error
+            if refused is not None and not first:
+                raise refused
+            repeats = max(1, min(20, round(_SHORTEST / max(min(first.values()), 1e-6))))
+            # to and fro: nobody always comes when the chip is warmer
+            looks = [{candidate: seconds(candidate, repeats) for candidate in order} for order in (first, reversed(first))]
+            best = sorted(first, key=lambda candidate: min(look[candidate] for look in looks))[:_FINALISTS]
+            rounds = [{one: seconds(one, repeats) for one in best[:: -1 if i % 2 else 1]} for i in range(_ROUNDS)]
         finally:
             plan.choose(0)
             for event in events:
                 calls.eventDestroy(event)
-    return {candidate: statistics.median(times) for candidate, times in zip(best, zip(*rounds, strict=True), strict=True)}
+    return {candidate: statistics.median(times[candidate] for times in rounds) for candidate in best}
 
 
 @cache
@@ -102,22 +110,18 @@ def _file(plan: Plan) -> Path:
     return settings.cache_dir() / "products" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
-def _recall(plan: Plan) -> int | None:
-    """The kept answer, or None where there is none that fits."""
+def _recall(plan: Plan) -> bytes | None:
+    """The kept answer, or None where there is none that can be read."""
     try:
-        kept = json.loads(_file(plan).read_text())
-        count, chosen = kept["algorithms"], kept["chosen"]
-        fits = count == plan.algorithms and isinstance(chosen, int) and 0 <= chosen < plan.algorithms
+        return bytes.fromhex(json.loads(_file(plan).read_text())["algorithm"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return chosen if fits else None
 
 
-def _keep(plan: Plan, chosen: int, times: dict[int, float]) -> None:
+def _keep(plan: Plan, times: dict[int, float]) -> None:
     """Write the answer; a folder that cannot be written costs the next process its own timing, nothing else."""
     path = _file(plan)
-    kept = {"where": _where(plan.device), "product": str(plan.key), "algorithms": plan.algorithms, "chosen": chosen, "seconds": times}
-    text = json.dumps(kept, indent=1)
+    text = json.dumps({"where": _where(plan.device), "product": str(plan.key), "algorithm": plan.chosen.hex(), "seconds": times}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)

@@ -1,15 +1,17 @@
 """The algorithms that a matrix product may be done by: those of cuBLASLt's heuristic, and their relatives.
 
-The heuristic proposes eight, each a tile of the output, a cluster of blocks and a custom option, which by the kernels' names is the order
-of the tiles, how two groups of warps share one, and how FP8 products are summed. It leaves out faster ones: with a bias it proposed no fast
-sum at all, which is 8 to 10 % of the product (benchmarks/NOTES.md). A relative is a proposed tile and cluster, or both turned, with any
-option. Whether it may do the product, cuBLASLt says: cublasLtMatmulAlgoCheck, of NVIDIA's cuBLAS documentation.
+The heuristic proposes eight, each a tile of the output, a cluster of blocks and a custom option, which is, to judge by the kernels' names,
+the order of the tiles, how two groups of warps share one, and how FP8 products are summed. It leaves out faster ones: with a bias it
+proposed no fast sum at all, which is 8 to 10 % of the product (benchmarks/NOTES.md). A relative is a proposed tile and cluster, or both
+turned, with any option, where cuBLASLt accepts it: cublasLtMatmulAlgoCheck and cublasLtMatmulAlgoCapGetAttribute of NVIDIA's cuBLAS
+documentation.
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import itertools
 from typing import Any
 
 PROPOSED = 8
@@ -18,7 +20,7 @@ _WORKSPACE, _STATE, _RESULT_SIZE = 64, 72, 96  # a size_t and a status, and rese
 # cublasLtMatmulPreferenceAttributes_t, cublasLtMatmulAlgoConfigAttributes_t, cublasLtMatmulAlgoCapAttributes_t
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _TILE, _OPTION, _CLUSTER = (1, ctypes.c_uint32), (5, ctypes.c_uint32), (8, ctypes.c_uint16)
-_OPTION_MAX = 7
+_OPTION_MAX, _MIN_ALIGNMENTS = 7, (16, 17, 18, 19)
 _IN_COMPUTE_TYPE = 2  # a split contraction is summed in float32, never in the output's type: every output is rounded once
 
 
@@ -29,8 +31,8 @@ class Product:
                  refusals: tuple[type[Exception], ...]) -> None:
         self.lt, self.workspace, self.alignment = lt, workspace, alignment
         a, b, d = layouts
-        self._said = (handle, description, a, b, d, d)
-        self._refused = refusals
+        self._question = (handle, description, a, b, d, d)
+        self._refusals = refusals  # what ``lt`` raises
 
     def proposed(self) -> list[bytes]:
         """The heuristic's algorithms, the best first. Raises what cuBLASLt refuses with."""
@@ -45,7 +47,7 @@ class Product:
         try:
             for attribute, value in limits:
                 lt.matmul_preference_set_attribute(preference, attribute, ctypes.addressof(value), ctypes.sizeof(value))
-            lt.matmul_algo_get_heuristic(*self._said, preference, PROPOSED, ctypes.addressof(results), ctypes.addressof(found))
+            lt.matmul_algo_get_heuristic(*self._question, preference, PROPOSED, ctypes.addressof(results), ctypes.addressof(found))
         finally:
             lt.matmul_preference_destroy(preference)
         return [results.raw[i * _RESULT_SIZE :][:SIZE] for i in range(found.value)]
@@ -54,20 +56,27 @@ class Product:
         """Further algorithms: those like a proposed one that cuBLASLt accepts for the product."""
         known = dict.fromkeys(proposed, False)  # whether it is a further one
         for base in proposed:
-            for tile, cluster in dict.fromkeys((self._shape(base), self._turned(*self._shape(base)))):
-                for option in range(self._options(base) + 1):
-                    made = self._made(base, tile, cluster, option)
-                    if made is not None and made not in known:
-                        known[made] = self._accepted(made)
+            try:
+                tile, cluster, options = self._get(base, _TILE), self._get(base, _CLUSTER), self._capability(base, _OPTION_MAX)
+            except self._refusals:  # of a kind that has no such thing
+                continue
+            turned = _turned(self.lt.MatmulTile, tile), _turned(self.lt.ClusterShape, cluster)
+            for shape, option in itertools.product(dict.fromkeys(((tile, cluster), turned)), range(options + 1)):
+                made = self._made(base, shape, option)
+                if made is not None and made not in known:
+                    known[made] = self.accepts(made)
         return [made for made, further in known.items() if further]
 
-    def _shape(self, algorithm: bytes) -> tuple[int, int]:
-        """Its tile and cluster."""
-        return self._get(algorithm, _TILE), self._get(algorithm, _CLUSTER)
-
-    def _turned(self, tile: int, cluster: int) -> tuple[int, int]:
-        """Rows and columns swapped; what has no turned one, as it is."""
-        return _swapped(self.lt.MatmulTile, tile), _swapped(self.lt.ClusterShape, cluster)
+    def accepts(self, algorithm: bytes) -> bool:
+        """Whether the algorithm does the product, with its workspace and alignment."""
+        held, result = ctypes.create_string_buffer(algorithm, SIZE), (ctypes.c_char * _RESULT_SIZE)()
+        try:
+            self.lt.matmul_algo_check(*self._question, ctypes.addressof(held), ctypes.addressof(result))
+            aligned = all(self._capability(algorithm, one) <= self.alignment for one in _MIN_ALIGNMENTS)  # the check does not look
+        except self._refusals:
+            return False
+        needed = ctypes.c_size_t.from_buffer(result, _WORKSPACE).value
+        return aligned and needed <= self.workspace and not ctypes.c_int.from_buffer(result, _STATE).value
 
     def _get(self, algorithm: bytes, which: tuple[int, Any]) -> int:
         (attribute, kind), held, written = which, ctypes.create_string_buffer(algorithm, SIZE), ctypes.c_size_t(0)
@@ -77,35 +86,25 @@ class Product:
         )
         return int(value.value)
 
-    def _options(self, algorithm: bytes) -> int:
-        """The largest custom option."""
+    def _capability(self, algorithm: bytes, attribute: int) -> int:
         held, value, written = ctypes.create_string_buffer(algorithm, SIZE), ctypes.c_int32(0), ctypes.c_size_t(0)
-        self.lt.matmul_algo_cap_get_attribute(ctypes.addressof(held), _OPTION_MAX, ctypes.addressof(value), 4, ctypes.addressof(written))
+        self.lt.matmul_algo_cap_get_attribute(ctypes.addressof(held), attribute, ctypes.addressof(value), 4, ctypes.addressof(written))
         return value.value
 
-    def _made(self, base: bytes, tile: int, cluster: int, option: int) -> bytes | None:
-        """``base`` with these; None where cuBLASLt has no such thing."""
+    def _made(self, base: bytes, shape: tuple[int, int], option: int) -> bytes | None:
+        """``base`` with that tile and cluster, and that option; None where cuBLASLt has no such thing."""
         held = ctypes.create_string_buffer(base, SIZE)
         try:
-            for (attribute, kind), number in ((_TILE, tile), (_CLUSTER, cluster), (_OPTION, option)):
+            for (attribute, kind), number in zip((_TILE, _CLUSTER, _OPTION), (*shape, option), strict=True):
                 value = kind(number)
                 self.lt.matmul_algo_config_set_attribute(ctypes.addressof(held), attribute, ctypes.addressof(value), ctypes.sizeof(value))
-        except self._refused:
+        except self._refusals:
             return None
         return held.raw
 
-    def _accepted(self, algorithm: bytes) -> bool:
-        held, result = ctypes.create_string_buffer(algorithm, SIZE), (ctypes.c_char * _RESULT_SIZE)()
-        try:
-            self.lt.matmul_algo_check(*self._said, ctypes.addressof(held), ctypes.addressof(result))
-        except self._refused:
-            return False
-        needed = ctypes.c_size_t.from_buffer(result, _WORKSPACE).value
-        return needed <= self.workspace and not ctypes.c_int.from_buffer(result, _STATE).value
 
-
-def _swapped(names: type[enum.IntEnum], number: int) -> int:
-    """Of TILE_128x144 that of TILE_144x128, of SHAPE_2x1x1 that of SHAPE_1x2x1."""
+def _turned(names: type[enum.IntEnum], number: int) -> int:
+    """Of TILE_128x144 that of TILE_144x128, of SHAPE_2x1x1 that of SHAPE_1x2x1; where there is none, the same."""
     try:
         prefix, size = names(number).name.split("_")
         rows, columns, *rest = size.split("x")

@@ -7,6 +7,7 @@ Rules and types: NVIDIA's cuBLAS documentation, cublasLtMatmul.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -141,20 +142,20 @@ class Plan:
         self._beta = self._alpha + 4
         self._pointer = ctypes.c_uint64(0)
         self._pointer_at = ctypes.addressof(self._pointer)
+        self._held: list[Any] = []  # the candidates; none goes, since another thread may run it
         self._wide = False
-        self._memory: tuple[Any, Any] | None = None  # the candidates, and those there were before
         self._known: list[int] = []  # A's scale, B's scale, bias, as the descriptor has them
         try:
             with launch.current_device(device_index):
                 self._describe()
                 self._product = candidates.Product(self._lt, self._handle, self._description, self._layouts, key.workspace, key.alignment,
                                                    self._refusals)
-                proposed = self._product.proposed()
+                self._hold(self._product.proposed())
         except self._refusals as error:
-            raise self.refused(error) from error
-        if not proposed:
-            raise self.refused("no algorithm")
-        self._found(proposed)
+            raise self.error(error) from error
+        if not self._held:
+            raise self.error("no algorithm")
+        self.choose(0)
 
     def _describe(self) -> None:
         scale = 0 if self.key.scaling is None else _SOME_ADDRESS
@@ -190,26 +191,40 @@ class Plan:
             self._lt.matrix_layout_set_attribute(layout, _BATCH_STRIDE, ctypes.addressof(step), 8)
         return int(layout)
 
-    def _found(self, algorithms: list[bytes]) -> None:
-        """These are the candidates, the first one taken."""
-        # another thread may run one of those there were
-        self._memory = (ctypes.create_string_buffer(b"".join(algorithms), len(algorithms) * candidates.SIZE), self._memory)
-        self._algorithms = algorithms
-        self.algorithms = len(algorithms)
-        self.choose(0)
+    def _hold(self, algorithms: list[bytes]) -> None:
+        self._held += [ctypes.create_string_buffer(algorithm, candidates.SIZE) for algorithm in algorithms]
+
+    @property
+    def algorithms(self) -> int:
+        """How many candidates there are."""
+        return len(self._held)
+
+    @property
+    def chosen(self) -> bytes:
+        """The algorithm that is taken. It holds for this cuBLASLt, here and elsewhere."""
+        return ctypes.string_at(self.algorithm, candidates.SIZE)
 
     def widen(self) -> None:
         """Let the relatives of the heuristic's candidates be candidates, too (``candidates``)."""
-        if not self._wide:
-            with launch.current_device(self.device):
-                self._found([*self._algorithms, *self._product.relatives(self._algorithms)])
+        with self._lock, launch.current_device(self.device):
+            if not self._wide:
+                self._hold(self._product.relatives([held.raw for held in self._held]))
             self._wide = True
 
     def choose(self, index: int) -> None:
         """Take candidate number ``index`` from now on; the heuristic's come first."""
-        if not 0 <= index < self.algorithms or self._memory is None:
+        if not 0 <= index < self.algorithms:
             raise BackendError(f"cublaslt: algorithm: got {index}, expected one of {self.algorithms}")
-        self.algorithm = ctypes.addressof(self._memory[0]) + index * candidates.SIZE
+        self.algorithm = ctypes.addressof(self._held[index])
+
+    def take(self, algorithm: bytes) -> bool:
+        """Take what another plan had ``chosen`` for this product; whether cuBLASLt accepts it."""
+        with self._lock, launch.current_device(self.device):
+            accepted = len(algorithm) == candidates.SIZE and self._product.accepts(algorithm)
+            if accepted:
+                self._hold([algorithm])
+                self.choose(self.algorithms - 1)
+        return accepted
 
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int,
             stream: int) -> None:
@@ -224,28 +239,31 @@ class Plan:
         first, second, result = self._layouts
         with self._lock:  # the descriptor holds this call's pointers
             known = self._known
-            if known[0] != b_scale:
-                self._patch(0, _A_SCALE, b_scale)
-            if known[1] != a_scale:
-                self._patch(1, _B_SCALE, a_scale)
-            if known[2] != bias:
-                self._patch(2, _BIAS_POINTER, bias)
             try:
+                if known[0] != b_scale:
+                    self._patch(0, _A_SCALE, b_scale)
+                if known[1] != a_scale:
+                    self._patch(1, _B_SCALE, a_scale)
+                if known[2] != bias:
+                    self._patch(2, _BIAS_POINTER, bias)
                 self._matmul(
                     self._handle, self._description, self._alpha, b, first, a, second, self._beta, out, result, out, result,
                     self.algorithm, workspace, workspace_bytes, stream,
                 )
             except self._refusals as error:
-                raise self.refused(error) from error
+                raise self.error(error) from error
         recording = launch.here.recording
         if recording is not None:
-            if self.settled:
-                bound = Bound(self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream))
-                recording.add(self.device, stream, "cublaslt", bound, bound.on)
+            bound = None
+            if self.settled:  # else another algorithm is to come
+                with contextlib.suppress(BackendError):  # the product is done; it will be done anew, not again
+                    bound = Bound(self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream))
+            if bound is None:
+                recording.whole = False
             else:
-                recording.whole = False  # another algorithm is to come
+                recording.add(self.device, stream, "cublaslt", bound, bound.on)
 
-    def refused(self, error: Exception | str) -> BackendError:
+    def error(self, error: Exception | str) -> BackendError:
         """cuBLASLt's refusal of the product."""
         return BackendError(f"cublaslt: {self.key} on cuda:{self.device}: {error}")
 
@@ -267,7 +285,10 @@ class Bound:
         a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream = arguments
         first, second, result = plan._layouts
         self._plan, self._matmul = plan, plan._matmul
-        description = plan.description(a_scale, b_scale, bias)
+        try:
+            description = plan.description(a_scale, b_scale, bias)
+        except plan._refusals as error:
+            raise plan.error(error) from error
         weakref.finalize(self, plan._lt.matmul_desc_destroy, description).atexit = False
         self._before = (plan._handle, description, plan._alpha, b, first, a, second, plan._beta, out, result, out, result)
         self._behind = (workspace, workspace_bytes, stream)
@@ -276,14 +297,14 @@ class Bound:
         try:
             self._matmul(*self._before, self._plan.algorithm, *self._behind)
         except self._plan._refusals as error:
-            raise self._plan.refused(error) from error
+            raise self._plan.error(error) from error
 
     def on(self, stream: int) -> None:
         """Run it on another stream."""
         try:
             self._matmul(*self._before, self._plan.algorithm, *self._behind[:2], stream)
         except self._plan._refusals as error:
-            raise self._plan.refused(error) from error
+            raise self._plan.error(error) from error
 
 
 @functools.lru_cache(KEPT)
