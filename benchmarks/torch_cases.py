@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.targets import COMPILED, CUDNN, EAGER, GRAPH
+from benchmarks.targets import CALLABLES, COMPILED, CUDNN, EAGER, GRAPH
 from benchmarks.torch_plain import plain
 from fp8kit.arrays import Device
 from fp8kit.bench.breakeven import native_door
@@ -160,7 +160,8 @@ def reference(problem: Problem) -> Results:
 # --- fp8kit -----------------------------------------------------------------------------------------------------------
 
 
-def door(library: Any, problem: Problem, scope: Scope, prepare: Callable[[Any, Tensor], Any] = lambda module, x: module) -> Running:
+def door(library: Any, problem: Problem, scope: Scope, prepare: Callable[[Any, Tensor], Any] = lambda module, x: module,
+         captured: bool = False) -> Running:
     """A module of ``library``, a module of Transformer Engine's names: ``fp8kit_torch``, or Transformer Engine."""
     module = getattr(library, problem.kind)(*problem.sizes, params_dtype=torch.bfloat16, device=where(problem), **problem.options)
     found = module.load_state_dict(weights(problem), strict=False)
@@ -168,18 +169,19 @@ def door(library: Any, problem: Problem, scope: Scope, prepare: Callable[[Any, T
     if wrong:
         raise Unavailable(f"parameters of other names: {', '.join(wrong)}")
     made = prepare(module, put(problem.x, where(problem)))
-    return running(problem, made, list(module.parameters()), scope, keep=module)
+    return running(problem, made, list(module.parameters()), scope, captured=captured, keep=module)
 
 
-def fp8kit_torch(problem: Problem, recipe: Recipe | None, graph: bool = False) -> Running:
-    """This project's PyTorch module; with ``graph`` its forward and backward replayed by ``make_graphed_callables``."""
+def fp8kit_torch(problem: Problem, recipe: Recipe | None, graph: str = "") -> Running:
+    """This project's PyTorch module; ``graph``: "step", the whole step is a CUDA graph; "callables", forward and backward are replayed by
+    ``make_graphed_callables``."""
 
     def prepare(module: Any, x: Tensor) -> Any:
-        if not graph:
+        if graph != "callables":
             return module
         return ft.make_graphed_callables(module, (x.requires_grad_(),), enabled=recipe is not None, recipe=recipe)
 
-    return door(ft, problem, nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe), prepare)
+    return door(ft, problem, nullcontext if recipe is None else lambda: ft.autocast(recipe=recipe), prepare, graph == "step")
 
 
 # --- others, where they are installed ---------------------------------------------------------------------------------
@@ -241,7 +243,8 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
     if gpu and workload in GRAPHED:
         found |= {GRAPH: lambda p: eager(p, captured=True),
                   "fp8kit native FP8 delayed, graph": lambda p: native(p, RECIPES["FP8 delayed"], graph=True),
-                  "fp8kit_torch FP8 delayed, graph": lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph=True)}  # fmt: skip
+                  "fp8kit_torch FP8 delayed, graph": lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph="step"),
+                  CALLABLES: lambda p: fp8kit_torch(p, RECIPES["FP8 delayed"], graph="callables")}  # fmt: skip
     for name in chosen:
         own = RECIPES[name]
         found[f"Transformer Engine {name}"] = partial(transformer_engine, recipe="" if own is None else type(own).__name__)
@@ -263,7 +266,7 @@ def breakeven(problem: Problem, modules: Modules) -> Mapping[str, Contender]:
     found["fp8kit_torch FP8"] = lambda p: fp8kit_torch(p, fp8)
     if problem.device.kind == "cuda":
         found |= torchs(GRAPH, True) | native_door("fp8kit native FP8, graph", fp8, modules, True)
-        found["fp8kit_torch FP8, graph"] = lambda p: fp8kit_torch(p, fp8, graph=True)
+        found["fp8kit_torch FP8, graph"] = lambda p: fp8kit_torch(p, fp8, graph="step")
     return found
 
 

@@ -54,8 +54,8 @@ def test_verdicts_by_hand():
     assert found["host time, fp8kit_torch Linear FP8, 64 tokens, 256 to 256"]["verdict"] == "MISS"
     assert found["memory-bound kernels: copy time of their bytes / their time"]["verdict"] == "must"
     assert found["first step, empty kernel cache"]["verdict"] == "goal"
-    assert found["peak memory of the FP8 layer, both doors / torch eager bf16"]["verdict"] == "must"
-    assert found["hidden 1024 layer, FP8 graph / torch bf16 graph"]["verdict"] == "must"
+    assert found["peak memory of the hidden 4096 FP8 layer, both doors / torch eager bf16"]["verdict"] == "must"
+    assert found["hidden 1024 layer, native FP8 graph / torch bf16 graph"]["verdict"] == "must"
     text = targets.text(list(found.values()), ["layer", "host"])
     assert "MISS" in text
     assert "301 us" in text

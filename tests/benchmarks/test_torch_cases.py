@@ -80,7 +80,8 @@ def test_plain_modules_are_right(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [lambda p: torch_cases.eager(p, captured=True),
-                                  lambda p: torch_cases.fp8kit_torch(p, RECIPES["FP8 delayed"], graph=True)])  # fmt: skip
+                                  lambda p: torch_cases.fp8kit_torch(p, RECIPES["FP8 delayed"], graph="step"),
+                                  lambda p: torch_cases.fp8kit_torch(p, RECIPES["FP8 delayed"], graph="callables")])  # fmt: skip
 def test_graphs_are_right(make):
     problem = Problem("TransformerLayer", (64, 128, 2), 32, 2, Device("cuda"), 5)
     running = make(problem)
