@@ -16,6 +16,7 @@ from fp8kit_torch.plans import call, call_by
 from fp8kit_torch.texts import decode, encode
 
 from fp8kit import formats
+from fp8kit.backends.cuda.cublaslt import WORKSPACE
 from fp8kit.errors import BackendError
 from fp8kit.ops.embedding import EmbeddingSpec
 from fp8kit.ops.linear import LinearSpec
@@ -107,6 +108,58 @@ def test_work_goes_to_torchs_stream():
             a = apply(what, [a, b])["y"]
     stream.synchronize()
     assert torch.equal(a, torch.full_like(a, 50.0))
+
+
+@pytest.mark.gpu
+def test_a_layer_waits_for_what_torchs_stream_does_before_it():
+    """A race: on a side stream the input is written only after a long sleep, and the layer's calls return before. Whatever went to another
+    stream would read the zeros that were there. Often enough for calls to become recordings, and these graphs."""
+    layer = ft.TransformerLayer(128, 256, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, device="cuda")
+    values, dy = (torch.randn(64, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x = torch.zeros_like(values)
+
+    def step():
+        leaf = x.detach().requires_grad_()
+        layer.zero_grad()
+        with ft.autocast(recipe=Float8CurrentScaling()):
+            y = layer(leaf)
+        y.backward(dy)
+        return y.detach(), leaf.grad, layer.layernorm_mlp.fc1_weight.grad
+
+    x.copy_(values)
+    want = [t.clone() for t in step()]
+    stream, raced = torch.cuda.Stream(), 0
+    for turn in range(12):
+        x.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second and more
+            x.copy_(values)
+            got = step()
+            raced += not stream.query()  # the calls are back and the stream still sleeps
+        stream.synchronize()
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b), turn
+    assert raced > 6  # loading a kernel, or making a graph, may wait for the device
+
+
+@pytest.mark.gpu
+def test_a_layer_takes_its_input_where_it_lies():
+    """By torch's allocator: a Linear's forward and backward need their results and the products' workspace, and no room for a copy of x."""
+    rows, columns = 1 << 18, 256
+    layer = ft.Linear(columns, 16, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)  # 128 MiB, y 8 MiB
+    dy = torch.randn(rows, 16, device="cuda", dtype=torch.bfloat16)
+    for turn in range(3):  # the first one makes plans
+        layer.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = layer(x)
+        y.backward(dy)
+        room = torch.cuda.max_memory_allocated() - before
+        assert room < y.nbytes + WORKSPACE + (1 << 20) < x.nbytes, turn
+        del y
 
 
 @pytest.mark.gpu
