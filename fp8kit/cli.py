@@ -63,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     sizes = "; ".join(f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, {size.steps} steps"
                       for size in PRESETS.values())
     demo = command("demo", "train a small GPT in high precision and in FP8, and compare", f"Sizes: {sizes}. "
-                   "Bounds are meant for whole runs: with few --steps neither model has learned enough, and the exit status is 1.")
+                   "Bounds are meant for whole runs: with few --steps neither model has learned enough, and the exit status is 1. "
+                   f"Without bounds, to see that it runs: {', '.join(size.name for size in PRESETS.values() if not size.judged)}.")
     demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the results (%(default)s)")
     demo.set_defaults(run=_demo)

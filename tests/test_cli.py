@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fp8kit.bench import parts, report
 from fp8kit.bench.report import Part, Setting
 from fp8kit.bench.sizes import SMALL
 from fp8kit.errors import BackendError
+from fp8kit.models.presets import PRESETS
 from fp8kit.models.progress import Progress
 
 
@@ -165,7 +167,17 @@ def test_train_writes_a_checkpoint(tmp_path, capsys):
     assert said[2] == f"replaces loss.csv, model.safetensors, training.safetensors in {tmp_path}/"
 
 
-def test_demo_fails_when_a_bound_fails(tmp_path, capsys):
+def test_a_demo_that_is_too_short_to_be_judged_says_so(tmp_path, capsys):
+    assert cli.main(["demo", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "\ntiny is too short to be judged: " in said.out
+    assert "bound:" not in said.out
+    assert "FAILED" not in said.err
+
+
+def test_demo_fails_when_a_bound_fails(monkeypatch, tmp_path, capsys):
+    assert [name for name, size in PRESETS.items() if not size.judged] == ["tiny"]
+    monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], judged=True))
     assert cli.main(["demo", "--preset", "tiny", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "FAILED: the FP8 loss" in said.err
