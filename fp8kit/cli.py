@@ -13,6 +13,7 @@ from pathlib import Path
 import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
+from fp8kit.backends.discovery import PLUGIN_MODULES_ENV
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, warmup
@@ -203,7 +204,8 @@ def _settings() -> list[tuple[str, str, str]]:
     readers: dict[str, Callable[[], object]] = {
         "DETERMINISTIC": settings.deterministic, "PREFER": settings.prefer, "STRICT": settings.strict, "REPLAYS": settings.replays,
         "DEVICE": lambda: arrays.usable(settings.device(), "environment", "FP8KIT_DEVICE"), "LOG_LEVEL": settings.log_level,
-        "PER_OP": lambda: SelectionPolicy(per_op=settings.per_op(KERNELS)), "SKIP_CUDA": settings.deny_vendors}
+        "PER_OP": lambda: SelectionPolicy(per_op=settings.per_op(KERNELS)), "SKIP_CUDA": settings.deny_vendors,
+        "CACHE_DIR": _want_cache, "PLUGIN_MODULES": _want_plugins}
     rows = []
     for name, (variable, value) in settings.given().items():
         try:
@@ -218,6 +220,22 @@ def _cache() -> str:
     folder = settings.cache_dir()
     why = settings.unwritable(folder)
     return f"{folder}" if why is None else f"{folder} cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be"
+
+
+def _want_cache() -> None:
+    """Fp8kitError where the folder that FP8KIT_CACHE_DIR names cannot be written."""
+    folder = settings.cache_dir()
+    why = settings.unwritable(folder)
+    if why is not None:
+        raise Fp8kitError(f"got '{folder}', expected a folder that can be written ({why})")
+
+
+def _want_plugins() -> None:
+    """Fp8kitError that names the modules of FP8KIT_PLUGIN_MODULES that failed, each with its error."""
+    found = dispatch.get_default_manager().discovered()
+    failed = [f"{each.name} ({each.error.strip().splitlines()[-1]})" for each in found if each.source == PLUGIN_MODULES_ENV and not each.ok]
+    if failed:
+        raise Fp8kitError(f"got {', '.join(failed)}, expected modules that register themselves; `fp8kit plugins list` shows where")
 
 
 def _print(sections: Iterable[tuple[str, Sequence[tuple[str, str, str]]]]) -> None:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from fp8kit import cli, nn
+from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import support
+from fp8kit.backends.manager import OpManager
 from fp8kit.bench import parts, report
 from fp8kit.bench.report import Part, Setting
 from fp8kit.bench.sizes import SMALL
@@ -214,6 +216,7 @@ def test_a_device_that_is_not_there_is_named(name, monkeypatch, capsys):
 BAD = {"FP8KIT_DEVICE": ("moon", "got 'moon', expected a name like cpu, cuda or cuda:1"),
        "FP8KIT_STRICT": ("maybe", "got 'maybe', expected 0 or 1"), "FP8KIT_LOG_LEVEL": ("loud", "got 'LOUD', expected DEBUG,"),
        "TE_FL_PREFER": ("speed", "got 'speed', expected default, vendor or reference"),
+       "FP8KIT_CACHE_DIR": ("/proc/none", "got '/proc/none', expected a folder that can be written (No such file or directory)"),
        "FP8KIT_PER_OP": ("a=b", "SelectionPolicy: per_op: got 'a', expected a kernel")}  # fmt: skip
 
 
@@ -229,6 +232,17 @@ def test_info_tells_of_bad_settings_and_prints_the_rest(monkeypatch, capsys):
     for name, (_, why) in BAD.items():
         assert rows["environment"][name].startswith(f"bad      {why}")
     assert {"machine", "libraries", "engine reference", "engine cuda", "attention asked about"} <= rows.keys()
+
+
+def test_info_tells_of_a_plugin_that_failed(monkeypatch, capsys):
+    monkeypatch.setenv("FP8KIT_PLUGIN_MODULES", "math,a_module_that_is_not_there")
+    monkeypatch.setattr(dispatch, "_MANAGER", OpManager())
+    assert cli.main(["info"]) == 1
+    said = capsys.readouterr()
+    row = rows_of(said.out)["environment"]["FP8KIT_PLUGIN_MODULES"]
+    assert row.startswith("bad      got math (fp8kit.errors.BackendError: plugin: math: got <module 'math'")
+    assert "a_module_that_is_not_there (ModuleNotFoundError: No module named 'a_module_that_is_not_there'), expected modules" in row
+    assert said.err.splitlines()[-1] == "fp8kit info: FP8KIT_PLUGIN_MODULES: see environment"
 
 
 def test_info_shows_the_settings_that_are_good(monkeypatch, capsys):
