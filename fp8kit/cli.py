@@ -16,7 +16,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.discovery import PLUGIN_MODULES_ENV
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, warmup
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, status_of, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -27,8 +27,8 @@ UNREAD = 141  # exit status when the output's reader is gone, likewise
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments``, None: the process's own.
 
-    Returns the exit status: 0, 1 with the reason on standard error, 130 after Ctrl-C, or 141 when nobody reads the output any more. Wrong
-    usage exits with 2.
+    Returns the exit status: 0, 1 with the reason on standard error, 2 for a wrong argument, 130 after Ctrl-C, or 141 when nobody reads the
+    output any more. What argparse refuses exits with 2.
     """
     options = _parser().parse_args(arguments)
     options.words = sys.argv[1:] if arguments is None else list(arguments)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNREAD
     except Fp8kitError as error:
         print(said(options.command, error), file=sys.stderr)
-        return FAILED
+        return status_of(error)
     except KeyboardInterrupt:
         go_on = getattr(options, "go_on", None)
         print(f"\nfp8kit {options.command}: interrupted{'' if go_on is None else f'; {go_on()}'}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fp8kit.errors import Fp8kitError, expected, meant
+from fp8kit.errors import ArgumentError, expected, meant
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; Fp8kitError that lists them where there is none."""
+    """The preset of that name; ArgumentError that lists them where there is none."""
     if name not in PRESETS:
-        raise Fp8kitError(expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"))
+        raise ArgumentError(expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"))
     return PRESETS[name]
