@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import table
 from fp8kit.bench import report as reports
 from fp8kit.bench.report import Report, Row, Setting
-from fp8kit.commands import Parser, device_of, folder, minutes, positive, said
+from fp8kit.commands import Parser, device_of, folder, minutes, positive, said, status_of
 from fp8kit.errors import Fp8kitError, meant
 
 FILE = "benchmarks.json"
@@ -43,6 +43,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.update and not options.table:
         parser.error("argument --update: not allowed without argument --table")
+    beside = {"PART": options.parts, "--list": options.list, "--out": options.out, "--minutes": options.minutes, "--device": options.device,
+              "--rounds": options.rounds, "--isolate": options.isolate}
+    for name, given in beside.items():
+        if options.table and given:
+            parser.error(f"argument {name}: not allowed with argument --table")
     options.refuse = parser.error
     return options
 
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return measure(options)
     except (Fp8kitError, ImportError) as error:  # what is missing, or an argument that is none, is one line
         print(said("benchmarks", error).replace("fp8kit benchmarks", "python -m benchmarks"), file=sys.stderr)
-        return 1
+        return status_of(error)
 
 
 def measure(options: argparse.Namespace) -> int:

@@ -6,6 +6,11 @@ untrained; ``from_pretrained("gpt2")`` goes the same way. Needs: PyTorch, transf
 it runs on the GPU. Argument: steps.
 """
 
+from fp8kit.errors import not_installed
+
+if why := not_installed("17_torch_fine_tune.py", "test", "transformers"):
+    raise SystemExit(why)
+
 import fp8kit_torch as te
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel

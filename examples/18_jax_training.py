@@ -6,6 +6,11 @@ the step gives its memory on (``donate_argnums``). Needs: JAX and optax (extra t
 
 import time
 
+from fp8kit.errors import not_installed
+
+if why := not_installed("18_jax_training.py", "test", "optax"):
+    raise SystemExit(why)
+
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
@@ -26,10 +31,8 @@ def start(key):
     def draw(*shape):
         return 0.02 * jax.random.normal(next(keys), shape)
 
-    layers = [
-        {"qkv": draw(HIDDEN, 3, HIDDEN), "out": draw(HIDDEN, HIDDEN), "up": draw(HIDDEN, 1, 4 * HIDDEN), "down": draw(4 * HIDDEN, HIDDEN),
-         "norm1": jnp.ones(HIDDEN), "norm2": jnp.ones(HIDDEN)} for _ in range(LAYERS)
-    ]  # fmt: skip
+    layers = [{"qkv": draw(HIDDEN, 3, HIDDEN), "out": draw(HIDDEN, HIDDEN), "up": draw(HIDDEN, 1, 4 * HIDDEN),
+               "down": draw(4 * HIDDEN, HIDDEN), "norm1": jnp.ones(HIDDEN), "norm2": jnp.ones(HIDDEN)} for _ in range(LAYERS)]  # fmt: skip
     params = {"bytes": draw(256, HIDDEN), "positions": draw(LENGTH, HIDDEN), "layers": layers, "norm": jnp.ones(HIDDEN)}
     return params, [fj.create_set(RECIPE, 4) for _ in range(LAYERS)]
 

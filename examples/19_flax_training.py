@@ -5,6 +5,11 @@ collection ``fp8_metas`` and is handed on by ``update_collections``; evaluation 
 test); a CPU (about 20 seconds), or a GPU that JAX sees.
 """
 
+from fp8kit.errors import not_installed
+
+if why := not_installed("19_flax_training.py", "test", "flax", "optax"):
+    raise SystemExit(why)
+
 import flax
 import fp8kit_jax as fj
 import jax

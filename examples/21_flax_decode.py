@@ -5,6 +5,11 @@ the logits are those of the whole text at once, here in FP8 too: blocks of 128 f
 Needs: JAX and Flax (extra flax); a CPU (a few seconds), or a GPU that JAX sees.
 """
 
+from fp8kit.errors import not_installed
+
+if why := not_installed("21_flax_decode.py", "flax", "flax"):
+    raise SystemExit(why)
+
 import time
 
 import fp8kit_jax as fj

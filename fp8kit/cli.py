@@ -13,9 +13,10 @@ from pathlib import Path
 import fp8kit
 from fp8kit import arrays, attention_info, settings
 from fp8kit.backends import dispatch
+from fp8kit.backends.discovery import PLUGIN_MODULES_ENV
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, warmup
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, status_of, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -26,8 +27,8 @@ UNREAD = 141  # exit status when the output's reader is gone, likewise
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments``, None: the process's own.
 
-    Returns the exit status: 0, 1 with the reason on standard error, 130 after Ctrl-C, or 141 when nobody reads the output any more. Wrong
-    usage exits with 2.
+    Returns the exit status: 0, 1 with the reason on standard error, 2 for a wrong argument, 130 after Ctrl-C, or 141 when nobody reads the
+    output any more. What argparse refuses exits with 2.
     """
     options = _parser().parse_args(arguments)
     options.words = sys.argv[1:] if arguments is None else list(arguments)
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UNREAD
     except Fp8kitError as error:
         print(said(options.command, error), file=sys.stderr)
-        return FAILED
+        return status_of(error)
     except KeyboardInterrupt:
         go_on = getattr(options, "go_on", None)
         print(f"\nfp8kit {options.command}: interrupted{'' if go_on is None else f'; {go_on()}'}", file=sys.stderr)
@@ -63,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     sizes = "; ".join(f"{size.name}: {size.layers} layers of {size.hidden}, {size.context} bytes of context, {size.steps} steps"
                       for size in PRESETS.values())
     demo = command("demo", "train a small GPT in high precision and in FP8, and compare", f"Sizes: {sizes}. "
-                   "Bounds are meant for whole runs: with few --steps neither model has learned enough, and the exit status is 1.")
+                   "Bounds are meant for whole runs: with few --steps neither model has learned enough, and the exit status is 1. "
+                   f"Without bounds, to see that it runs: {', '.join(size.name for size in PRESETS.values() if not size.judged)}.")
     demo.add_argument("--preset", choices=PRESETS, help="size (demo-gpu where CUDA is usable, else demo-cpu)")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the results (%(default)s)")
     demo.set_defaults(run=_demo)
@@ -202,7 +204,8 @@ def _settings() -> list[tuple[str, str, str]]:
     readers: dict[str, Callable[[], object]] = {
         "DETERMINISTIC": settings.deterministic, "PREFER": settings.prefer, "STRICT": settings.strict, "REPLAYS": settings.replays,
         "DEVICE": lambda: arrays.usable(settings.device(), "environment", "FP8KIT_DEVICE"), "LOG_LEVEL": settings.log_level,
-        "PER_OP": lambda: SelectionPolicy(per_op=settings.per_op(KERNELS)), "SKIP_CUDA": settings.deny_vendors}
+        "PER_OP": lambda: SelectionPolicy(per_op=settings.per_op(KERNELS)), "SKIP_CUDA": settings.deny_vendors,
+        "CACHE_DIR": _want_cache, "PLUGIN_MODULES": _want_plugins}
     rows = []
     for name, (variable, value) in settings.given().items():
         try:
@@ -217,6 +220,22 @@ def _cache() -> str:
     folder = settings.cache_dir()
     why = settings.unwritable(folder)
     return f"{folder}" if why is None else f"{folder} cannot be written ({why}); set FP8KIT_CACHE_DIR to a folder that can be"
+
+
+def _want_cache() -> None:
+    """Fp8kitError where the folder that FP8KIT_CACHE_DIR names cannot be written."""
+    folder = settings.cache_dir()
+    why = settings.unwritable(folder)
+    if why is not None:
+        raise Fp8kitError(f"got '{folder}', expected a folder that can be written ({why})")
+
+
+def _want_plugins() -> None:
+    """Fp8kitError that names the modules of FP8KIT_PLUGIN_MODULES that failed, each with its error."""
+    found = dispatch.get_default_manager().discovered()
+    failed = [f"{each.name} ({each.error.strip().splitlines()[-1]})" for each in found if each.source == PLUGIN_MODULES_ENV and not each.ok]
+    if failed:
+        raise Fp8kitError(f"got {', '.join(failed)}, expected modules that register themselves; `fp8kit plugins list` shows where")
 
 
 def _print(sections: Iterable[tuple[str, Sequence[tuple[str, str, str]]]]) -> None:

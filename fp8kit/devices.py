@@ -152,7 +152,7 @@ def available(kind: str) -> bool:
 def lacking(kind: str) -> str:
     """That no device of this kind is usable, and what it wants first, as its engine's module ``support`` knows it (``fp8kit info``)."""
     first = ""
-    with contextlib.suppress(ImportError, BackendError):
+    with contextlib.suppress(ImportError, BackendError, KeyError, AttributeError):  # a plugin's engine may have none
         support = importlib.import_module(f"{_LOADERS[kind].rpartition('.')[0]}.support")
         first = next((f" ({row.component}: {row.detail})" for row in support.report() if row.status == "missing"), "")
     return f"no {kind} device is usable here{first}; `fp8kit info` lists what is missing"

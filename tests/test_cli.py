@@ -5,16 +5,20 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fp8kit import cli, nn
+from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import support
+from fp8kit.backends.manager import OpManager
 from fp8kit.bench import parts, report
 from fp8kit.bench.report import Part, Setting
 from fp8kit.bench.sizes import SMALL
 from fp8kit.errors import BackendError
+from fp8kit.models.presets import PRESETS
 from fp8kit.models.progress import Progress
 
 
@@ -115,7 +119,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("asked", REFUSED)
 def test_info_refuses_what_it_cannot_read(asked, capsys):
-    assert cli.main(["info", "--attention", asked]) == 1
+    assert cli.main(["info", "--attention", asked]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"fp8kit info --attention: {REFUSED[asked]}")
     assert said.err.count("\n") == 1
@@ -165,7 +169,17 @@ def test_train_writes_a_checkpoint(tmp_path, capsys):
     assert said[2] == f"replaces loss.csv, model.safetensors, training.safetensors in {tmp_path}/"
 
 
-def test_demo_fails_when_a_bound_fails(tmp_path, capsys):
+def test_a_demo_that_is_too_short_to_be_judged_says_so(tmp_path, capsys):
+    assert cli.main(["demo", "--preset", "tiny", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "\ntiny is too short to be judged: " in said.out
+    assert "bound:" not in said.out
+    assert "FAILED" not in said.err
+
+
+def test_demo_fails_when_a_bound_fails(monkeypatch, tmp_path, capsys):
+    assert [name for name, size in PRESETS.items() if not size.judged] == ["tiny"]
+    monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], judged=True))
     assert cli.main(["demo", "--preset", "tiny", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "FAILED: the FP8 loss" in said.err
@@ -173,7 +187,7 @@ def test_demo_fails_when_a_bound_fails(tmp_path, capsys):
 
 
 def test_errors_are_one_line(capsys):
-    assert cli.main(["train", "--preset", "tiny", "--device", "moon"]) == 1
+    assert cli.main(["train", "--preset", "tiny", "--device", "moon"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("fp8kit train: --device: got 'moon'")
     assert said.count("\n") == 1
@@ -183,7 +197,7 @@ def test_errors_are_one_line(capsys):
 def test_results_have_a_place_before_the_work(arguments, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("kept")
-    assert cli.main([*arguments, str(file / "results")]) == 1
+    assert cli.main([*arguments, str(file / "results")]) == 2
     said = capsys.readouterr().err
     assert "that can be made" in said or "that can be written" in said
     assert said.count("\n") == 1
@@ -202,6 +216,7 @@ def test_a_device_that_is_not_there_is_named(name, monkeypatch, capsys):
 BAD = {"FP8KIT_DEVICE": ("moon", "got 'moon', expected a name like cpu, cuda or cuda:1"),
        "FP8KIT_STRICT": ("maybe", "got 'maybe', expected 0 or 1"), "FP8KIT_LOG_LEVEL": ("loud", "got 'LOUD', expected DEBUG,"),
        "TE_FL_PREFER": ("speed", "got 'speed', expected default, vendor or reference"),
+       "FP8KIT_CACHE_DIR": ("/proc/none", "got '/proc/none', expected a folder that can be written (No such file or directory)"),
        "FP8KIT_PER_OP": ("a=b", "SelectionPolicy: per_op: got 'a', expected a kernel")}  # fmt: skip
 
 
@@ -217,6 +232,17 @@ def test_info_tells_of_bad_settings_and_prints_the_rest(monkeypatch, capsys):
     for name, (_, why) in BAD.items():
         assert rows["environment"][name].startswith(f"bad      {why}")
     assert {"machine", "libraries", "engine reference", "engine cuda", "attention asked about"} <= rows.keys()
+
+
+def test_info_tells_of_a_plugin_that_failed(monkeypatch, capsys):
+    monkeypatch.setenv("FP8KIT_PLUGIN_MODULES", "math,a_module_that_is_not_there")
+    monkeypatch.setattr(dispatch, "_MANAGER", OpManager())
+    assert cli.main(["info"]) == 1
+    said = capsys.readouterr()
+    row = rows_of(said.out)["environment"]["FP8KIT_PLUGIN_MODULES"]
+    assert row.startswith("bad      got math (fp8kit.errors.BackendError: plugin: math: got <module 'math'")
+    assert "a_module_that_is_not_there (ModuleNotFoundError: No module named 'a_module_that_is_not_there'), expected modules" in row
+    assert said.err.splitlines()[-1] == "fp8kit info: FP8KIT_PLUGIN_MODULES: see environment"
 
 
 def test_info_shows_the_settings_that_are_good(monkeypatch, capsys):
@@ -341,7 +367,7 @@ def test_a_bench_that_measures_nothing_fails(capsys):
 
 @pytest.mark.parametrize("arguments", [["bench", "tea"], ["bench", "--memory", "--layer", "3,4"], ["warmup", "--activation", "tea"]])
 def test_what_commands_cannot_take_is_one_line(arguments, capsys):
-    assert cli.main([*arguments, "--device", "cpu"]) == 1
+    assert cli.main([*arguments, "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert "expected" in said
     assert said.count("\n") == 1
@@ -408,6 +434,15 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
     (["kernels", "show", "rope", "--ptx", "--arch", "sm_1"], "fp8kit kernels: --arch: got 'sm_1', expected one of sm_89, sm_90a,"),
     (["kernels", "show", "rope", "--variant", "T=f16"], "fp8kit kernels: --variant: got 'T=f16', expected --ptx or --sass beside it"),
     (["kernels", "bench", "add", "--device", "gpu"], "fp8kit kernels: --device: got 'gpu'"),
+    (["kernels", "bench", "add", "--device", "cpu", "--shape", "1", "7"], "fp8kit kernels: measure: shape: got (1, 7), expected (rows"),
+    (["kernels", "check", "add", "--only", "tea"], "fp8kit kernels: check: operation: got 'add' with cases 'tea', expected"),
+    (["kernels", "show", "tea"], "fp8kit kernels: name: got 'tea', expected an operation"),
+    (["kernels", "show", "rope", "--ptx", "--variant", "T=tea"], "fp8kit kernels: variant: got 'T=tea', expected defines of rope.cu"),
+    (["kernels", "watch", "tea.cu"], "file: got 'tea.cu', expected a .cu file that is there"),
+    (["kernels", "diff", "add", "rope"], "b: got 'rope', expected a version of"),
+    (["info", "--attention", "mask=tea"], "fp8kit info --attention: mask: got 'tea', expected one of"),
+    (["warmup", "--device", "gpu"], "fp8kit warmup: --device: got 'gpu', expected a name like"),
+    (["warmup", "--threads", "0"], "fp8kit warmup: threads: got 0, expected an int in"),
     (["plugins", "explain", "gem"], "fp8kit plugins: kernel: got 'gem', expected a kernel of"),
     (["plugins", "explain", "gem"], "; did you mean gemm?"),
     (["plugins", "check", "referenc"], "fp8kit plugins: name: got 'referenc', expected an implementation's id"),
@@ -420,7 +455,7 @@ def test_bad_arguments_are_one_line_each(arguments, said, capsys, tmp_path, monk
     except SystemExit as stopped:
         status = stopped.code
     printed = capsys.readouterr()
-    assert status in (1, 2)
+    assert status == (1 if "is not usable" in said else 2)
     assert said in printed.err
     assert printed.err.count("\n") == 1
     assert not printed.out

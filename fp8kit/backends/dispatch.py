@@ -108,9 +108,7 @@ def default_device() -> Device:
     where what the first two name is not usable here."""
     backend = get_policy().backend
     if backend is not None and backend in IN_TREE:
-        if not arrays.available(IN_TREE[backend]):
-            wanted = f"an engine whose device is here: {lacking(IN_TREE[backend])}"
-            raise BackendError(expected("use_backend", "name", repr(backend), wanted))
+        _want_device(backend, IN_TREE[backend])
         return Device(IN_TREE[backend])
     said = settings.device()
     named = arrays.usable(said, "environment", "FP8KIT_DEVICE") if said else None
@@ -128,14 +126,23 @@ def default_device() -> Device:
     return Device("cuda") if arrays.available("cuda") else arrays.CPU
 
 
+def _want_device(backend: str, *kinds: str) -> None:
+    """BackendError, of ``use_backend``, where no device of the ``kinds`` that an engine serves is usable here."""
+    if not any(map(arrays.available, kinds)):
+        wanted = f"an engine whose device is here: {'; '.join(map(lacking, kinds))}"
+        raise BackendError(expected("use_backend", "name", repr(backend), wanted))
+
+
 def use_backend(name: str | None) -> Switch:
     """Use one engine: new arrays are placed on its device, and an array anywhere else is a BackendError.
 
     ``name`` is "reference" or "cuda", and nothing else computes then; or a plugin's engine, which goes first in the kernels that it has,
     while the others of its devices fill in. None lifts the restriction. Holds from now on; as ``with fk.use_backend(...):`` for a block.
+    BackendError for what is no engine, and for one that serves no device that is usable here.
     """
     if name is not None:
         choice("use_backend", "name", name, IN_TREE if isinstance(name, str) and name in IN_TREE else engines(), BackendError)
+        _want_device(name, *([IN_TREE[name]] if name in IN_TREE else sorted(registry.engines()[name])))
     return Switch(backend=name)
 
 

@@ -13,16 +13,20 @@ from typing import Any, NoReturn
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected, meant
+from fp8kit.errors import ArgumentError, BackendError, expected, meant
 
-FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run
+FAILED = 1  # exit status of a command that ran and whose result is not what it must be, or that could not run here
+WRONG_ARGUMENT = 2  # of one whose arguments are none, as argparse has it
 
 
 def device_of(options: argparse.Namespace) -> Device:
-    """The device that was asked for, or the default one. BackendError where it is not usable."""
+    """The device that was asked for, or the default one. ArgumentError for a name that is none, BackendError where it is not usable."""
     if options.device is None:
         return dispatch.default_device()
-    device = arrays.device(options.device, options.command, "--device")
+    try:
+        device = arrays.device(options.device, options.command, "--device")
+    except BackendError as error:
+        raise ArgumentError(str(error)) from None
     usable = arrays.provider(device).count()
     if device.index >= usable:
         raise BackendError(f"--device: {device} is not usable, {usable} {device.kind} devices are; `fp8kit info` lists what is missing")
@@ -30,22 +34,22 @@ def device_of(options: argparse.Namespace) -> Device:
 
 
 def folder(path: Path) -> Path:
-    """``path`` as a folder that exists, made before the work whose results go there. Fp8kitError where that is impossible."""
+    """``path`` as a folder that exists, made before the work whose results go there. ArgumentError where that is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Fp8kitError(expected("results", "--out", path, f"a folder that can be made ({error.strerror})")) from None
+        raise ArgumentError(expected("results", "--out", path, f"a folder that can be made ({error.strerror})")) from None
     return path
 
 
 def writable(argument: str, path: Path) -> None:
-    """Fp8kitError where ``path`` is no file that can be written: before the work whose results go there."""
+    """ArgumentError where ``path`` is no file that can be written: before the work whose results go there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
     except (OSError, ValueError) as error:
         wanted = f"a file that can be written ({getattr(error, 'strerror', None) or error})"
-        raise Fp8kitError(expected("results", argument, path, wanted)) from None
+        raise ArgumentError(expected("results", argument, path, wanted)) from None
 
 
 def said(command: str, error: Exception) -> str:
@@ -57,6 +61,12 @@ def said(command: str, error: Exception) -> str:
     return text if text.startswith(f"fp8kit {command}") else f"fp8kit {command}: {text}"
 
 
+def status_of(error: Exception) -> int:
+    """The exit status that a refusal ends a command with: 2 where it is of an argument (a ValueError, see ``fp8kit.errors``), else 1: the
+    environment, the machine or a file is not what the command needs."""
+    return WRONG_ARGUMENT if isinstance(error, ValueError) else FAILED
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose refusal is one line."""
 
@@ -65,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
             message += meant("cuda" if choice[1] == "gpu" else choice[1], re.findall(r"[\w-]+", choice[2])).rstrip("?")
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
+        self.exit(WRONG_ARGUMENT, f"{self.prog}: error: {message}; {self.prog} --help says more\n")
 
 
 def positive(text: str) -> int:
@@ -93,8 +103,8 @@ def given(about: str | None, **kinds: Callable[[str], Any]) -> list[Any]:
 
 
 def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
-    """``count`` positive numbers separated by commas; Fp8kitError otherwise."""
+    """``count`` positive numbers separated by commas; ArgumentError otherwise."""
     parts = text.split(",")
     if len(parts) != count or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise Fp8kitError(expected("argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas"))
+        raise ArgumentError(expected("argument", f"--{name}", repr(text), f"{count} positive numbers separated by commas"))
     return tuple(int(part) for part in parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8kit.commands import FAILED, device_of, folder, minutes, numbers, writable
-from fp8kit.errors import Fp8kitError, expected, meant
+from fp8kit.errors import ArgumentError, expected, meant
 
 
 def add(commands: Any) -> None:
@@ -32,11 +32,11 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; the exit status is 1 where a part failed or a result is wrong."""
     if options.layer is not None and not options.memory:
-        raise Fp8kitError(expected("bench", "--layer", repr(options.layer), "none without --memory"))
+        raise ArgumentError(expected("bench", "--layer", repr(options.layer), "none without --memory"))
     beside = {"part": " ".join(options.parts), "--minutes": options.minutes, "--out": options.out}
     for name, given in beside.items():
         if options.memory and given:
-            raise Fp8kitError(expected("bench", name, given, "none beside --memory"))
+            raise ArgumentError(expected("bench", name, given, "none beside --memory"))
     from fp8kit.bench import report as reports
     from fp8kit.bench.parts import NATIVE
     from fp8kit.bench.sizes import Layer
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     unknown = sorted(set(options.parts) - {part.name for part in NATIVE})
     if unknown:
         names = [part.name for part in NATIVE]
-        raise Fp8kitError(expected("bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"))
+        raise ArgumentError(expected("bench", "part", ", ".join(unknown), f"some of {', '.join(names)}{meant(unknown[0], names)}"))
     device = device_of(options)
     if options.out is not None:
         folder(options.out)

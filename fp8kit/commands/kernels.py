@@ -16,7 +16,7 @@ from typing import Any
 from fp8kit import arrays
 from fp8kit.arrays import CPU, Device
 from fp8kit.commands import device_of
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, BackendError, Fp8kitError, expected
 from fp8kit.lab import checks, sources, timing
 from fp8kit.lab.overrides import override
 from fp8kit.lab.sources import Found, Part
@@ -135,7 +135,7 @@ def _show(options: argparse.Namespace) -> int:
     found = sources.find(options.name)
     if options.variant and not (options.ptx or options.sass):
         wanted = "--ptx or --sass beside it: all variants have one source"
-        raise Fp8kitError(expected("kernels", "--variant", repr(options.variant), wanted))
+        raise ArgumentError(expected("kernels", "--variant", repr(options.variant), wanted))
     for part in found.parts:
         if not (options.ptx or options.sass):
             print(f"// {part.entry.name}: {', '.join(part.functions)}; for {', '.join(found.operations)}")
@@ -240,11 +240,11 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _same_source(a: Found, b: Found) -> tuple[Part, Part]:
-    """One part of each, of the same source. Fp8kitError where they share none."""
+    """One part of each, of the same source. ArgumentError where they share none."""
     pairs = [(x, y) for x in a.parts for y in b.parts if x.like.name == y.like.name]
     if not pairs:
         wanted = f"a version of {' or '.join(part.like.name for part in a.parts)}, as {a.name} is"
-        raise Fp8kitError(expected("kernels diff", "b", repr(b.name), wanted))
+        raise ArgumentError(expected("kernels diff", "b", repr(b.name), wanted))
     return pairs[0]
 
 
@@ -288,7 +288,7 @@ def _look(found: Found, device: Device, lead: str = "") -> bool:
 def _watch(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if path.suffix != ".cu" or not path.is_file():
-        raise Fp8kitError(expected("kernels watch", "file", repr(options.file), "a .cu file that is there"))
+        raise ArgumentError(expected("kernels watch", "file", repr(options.file), "a .cu file that is there"))
     return watch(path, _arch(options), options.rounds)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fp8kit.errors import on_behalf_of
+from fp8kit.backends.protocol import KERNELS
+from fp8kit.errors import ArgumentError, expected, meant
 from fp8kit.plugins.explanation import explain, listing, want_implementations
 
 _KINDS = ("cpu", "cuda")
@@ -40,8 +41,10 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    with on_behalf_of("plugins", op_name="kernel"):
-        print("\n".join(explain(options.op, kind).text() for kind in _kinds(options)))
+    if options.op not in KERNELS:
+        wanted = f"a kernel of the contract, see `fp8kit plugins list`{meant(options.op, KERNELS)}"
+        raise ArgumentError(expected("plugins", "kernel", repr(options.op), wanted))
+    print("\n".join(explain(options.op, kind).text() for kind in _kinds(options)))
     return 0
 
 

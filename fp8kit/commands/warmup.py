@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from fp8kit.commands import numbers
+from fp8kit.commands import device_of, numbers
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS
 
@@ -53,8 +53,9 @@ def run(options: argparse.Namespace) -> int:
         sizes = {"hidden": size.hidden, "ffn": 4 * size.hidden, "heads": size.heads, "sequence": size.context, "batch": size.sequences}
     if options.layer is not None:
         sizes = options.layer
+    device = None if options.device is None or options.arch is not None else device_of(options)  # --arch needs none
     done = warmup(**sizes, dtype=options.dtype, recipe=getattr(recipe, RECIPES[options.recipe])(), activation=options.activation,
-                  arch=options.arch, device=options.device, threads=options.threads,
+                  arch=options.arch, device=device, threads=options.threads,
                   say=lambda line: print(f"fp8kit warmup: {line}", file=sys.stderr, flush=True))
     print(done)
     return 0

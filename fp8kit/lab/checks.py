@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fp8kit import arrays
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import BackendError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, Fp8kitError, expected
 from fp8kit.testing.contract import Case, cases
 
 
@@ -38,12 +38,12 @@ def check(operation: str, device: Device | str, only: str = "") -> Report:
     """Run the contract's cases of ``operation`` on ``device`` with the implementation in force; ``only`` those with that word in the name.
     ``device``: a Device or its name.
 
-    BackendError for an operation without cases, for a word that no case has, and where nothing serves the device.
+    ArgumentError for an operation without cases and for a word that no case has, BackendError where nothing serves the device.
     """
     wanted = chosen(operation, only)
     if not wanted:
-        raise BackendError(expected("check", "operation", f"{operation!r}" + (f" with cases {only!r}" if only else ""),
-                                    "an operation of the contract that writes arrays, and a word in a case's name"))
+        raise ArgumentError(expected("check", "operation", f"{operation!r}" + (f" with cases {only!r}" if only else ""),
+                                     "an operation of the contract that writes arrays, and a word in a case's name"))
     device = arrays.device(device)
     kernels = dispatch.kernels(device)
     usable, _ = dispatch.candidates(operation, device)

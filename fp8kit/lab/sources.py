@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fp8kit.backends.cuda import compile as compiler
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.errors import BackendError, Fp8kitError, expected, meant
+from fp8kit.errors import ArgumentError, BackendError, expected, meant
 from fp8kit.lab.overrides import read
 from fp8kit.raw_kernels import manifest
 
@@ -43,7 +43,7 @@ class Part:
         fits = [v for v in self.entry.variants if asked.items() <= dict(v).items()]
         if not fits or (wanted and not asked):
             like = f"defines of {self.entry.name}, such as {said(self.entry.variants[0])}"
-            raise Fp8kitError(expected("kernels", "variant", repr(wanted), like))
+            raise ArgumentError(expected("kernels", "variant", repr(wanted), like))
         return max(fits, key=lambda v: sum(value in _PREFERRED for _, value in v))
 
     def compiled(self, defines: manifest.Defines, arch: str) -> compiler.CompiledKernel:
@@ -69,7 +69,7 @@ def said(defines: manifest.Defines) -> str:
 
 def find(name: str) -> Found:
     """What ``name`` means: a file, a source's name (``quantize.cu``), an operation, a function, or a source's stem, in this order.
-    Fp8kitError, with names like it, where it means nothing; BackendError for a file that stands for no source."""
+    ArgumentError, with names like it, where it means nothing; BackendError for a file that stands for no source."""
     path = Path(name)
     if path.suffix == ".cu" and path.is_file():
         unit = read(path)
@@ -91,12 +91,12 @@ def find(name: str) -> Found:
     if f"{name}.cu" in entries:
         return _own(name, {f"{name}.cu": entries[f"{name}.cu"].functions})
     if name in KERNELS:
-        raise Fp8kitError(expected("kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"))
+        raise ArgumentError(expected("kernels", "name", repr(name), "an operation that launches raw kernels; this one launches none"))
     if name.endswith(".cu"):
-        raise Fp8kitError(expected("kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"))
+        raise ArgumentError(expected("kernels", "name", repr(name), f"a .cu file that is there, or a source{meant(name, entries)}"))
     known = [*entries, *manifest.USES, *(f for entry in entries.values() for f in entry.functions)]
     hint = meant(name, known, 4) or "; `fp8kit kernels list` has them all"
-    raise Fp8kitError(expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"))
+    raise ArgumentError(expected("kernels", "name", repr(name), f"an operation, a raw kernel, a source or a .cu file{hint}"))
 
 
 def _own(name: str, places: dict[str, tuple[str, ...]]) -> Found:

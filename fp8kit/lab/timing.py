@@ -19,7 +19,7 @@ from fp8kit import arrays, formats
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.protocol import AttentionExtras, Cast, block_shapes
-from fp8kit.errors import BackendError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
 from fp8kit.formats import E4M3, DType, bfloat16, float16, float32, int32, int64, uint8
 from fp8kit.lab.outputs import outputs, views
 from fp8kit.testing.attention import Rules
@@ -60,18 +60,18 @@ def measure(
     operation: str, device: Device | str, shape: tuple[int, int] | None = None, dtype: DType | str = bfloat16
 ) -> Measurement:
     """Time the implementation of ``operation`` in force on ``device``, on arrays of ``shape`` (rows, columns; columns a multiple of 128)
-    and ``dtype``, float32, bfloat16 or float16, where the operation has a choice. BackendError for an operation that moves no arrays,
-    another shape or dtype.
+    and ``dtype``, float32, bfloat16 or float16, where the operation has a choice. ArgumentError for an operation that moves no arrays,
+    ShapeError for another shape, FormatError for another dtype.
     """
     if operation not in ARGUMENTS:
-        raise BackendError(expected("measure", "operation", repr(operation), f"one of {', '.join(ARGUMENTS)}"))
+        raise ArgumentError(expected("measure", "operation", repr(operation), f"one of {', '.join(ARGUMENTS)}"))
     device, kind = arrays.device(device), formats.dtype(dtype, "measure", "dtype")
     if kind not in FLOATS:
-        raise BackendError(expected("measure", "dtype", kind, f"one of {', '.join(each.name for each in FLOATS)}"))
+        raise FormatError(expected("measure", "dtype", kind, f"one of {', '.join(each.name for each in FLOATS)}"))
     shape = SHAPES.get(device.kind, SHAPES["cpu"]) if shape is None else shape
     good = isinstance(shape, list | tuple) and len(shape) == 2 and all(isinstance(size, int) for size in shape)
     if not good or shape[0] < 1 or shape[1] < 128 or shape[1] % 128:
-        raise BackendError(expected("measure", "shape", shape, "(rows, columns): a row or more, columns a multiple of 128"))
+        raise ShapeError(expected("measure", "shape", shape, "(rows, columns): a row or more, columns a multiple of 128"))
     rows, columns = shape
     kernels = dispatch.kernels(device)
     maker = _Maker(kernels, device, rows, columns, kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fp8kit.errors import Fp8kitError, expected, meant
+from fp8kit.errors import ArgumentError, expected, meant
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Preset:
     * ``amax_history``: rows of the delayed-scaling history, at least 2 (the newest is what the statistics show).
     * ``statistics_every``: steps between two readings of amax and scale.
     * ``validation_batches``: microbatches of validation text that the final losses are the mean of.
+    * ``judged``: whether its own steps teach it enough for the demo's bounds.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Preset:
     amax_history: int = 16
     statistics_every: int = 5
     validation_batches: int = 8
+    judged: bool = True
 
     @property
     def tokens(self) -> int:
@@ -50,7 +52,7 @@ PRESETS = {
     preset.name: preset
     for preset in (
         #       name         layers hidden heads context sequences steps warmup learning rate
-        Preset("tiny", 2, 32, 2, 32, 4, 6, 2, 3e-3, accumulate=2, statistics_every=2, validation_batches=2),
+        Preset("tiny", 2, 32, 2, 32, 4, 6, 2, 3e-3, accumulate=2, statistics_every=2, validation_batches=2, judged=False),
         Preset("demo-cpu", 4, 128, 4, 128, 16, 400, 40, 2e-3, validation_batches=16),
         Preset("demo-gpu", 8, 512, 8, 512, 32, 300, 30, 1e-3, statistics_every=10),
         Preset("gpt2-small", 12, 768, 12, 1024, 16, 500, 50, 6e-4, statistics_every=10),
@@ -59,7 +61,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; Fp8kitError that lists them where there is none."""
+    """The preset of that name; ArgumentError that lists them where there is none."""
     if name not in PRESETS:
-        raise Fp8kitError(expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"))
+        raise ArgumentError(expected("preset", "name", repr(name), f"one of {', '.join(PRESETS)}{meant(name, PRESETS)}"))
     return PRESETS[name]

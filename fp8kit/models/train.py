@@ -17,7 +17,7 @@ from fp8kit import arrays, formats, nn, optim
 from fp8kit.arrays import Device
 from fp8kit.autocast import autocast
 from fp8kit.autograd import Tensor, no_grad, tensor
-from fp8kit.errors import Fp8kitError, expected
+from fp8kit.errors import ArgumentError, Fp8kitError, expected
 from fp8kit.formats import DType
 from fp8kit.models import text
 from fp8kit.models.gpt import GPT
@@ -58,7 +58,7 @@ def train(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, dev
     when the loss is no longer finite, CheckpointError for a file that is not of this very training; see ``Checkpoint``.
     """
     if not 0 <= seed < VALIDATION_SEED:
-        raise Fp8kitError(expected("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})"))
+        raise ArgumentError(expected("train", "seed", seed, f"an int in [0, {VALIDATION_SEED})"))
     nn.manual_seed(seed)
     run = Run(label, GPT(preset, high_precision(device), device), recipe)
     parameters = list(run.model.parameters())

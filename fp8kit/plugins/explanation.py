@@ -18,7 +18,7 @@ from fp8kit.backends.discovery import Discovered
 from fp8kit.backends.policy import SelectionPolicy, get_policy
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.backends.registry import IN_TREE, SERVES, OpImpl
-from fp8kit.errors import BackendError, expected, meant
+from fp8kit.errors import ArgumentError, BackendError, expected, meant
 
 
 class Row(NamedTuple):
@@ -137,12 +137,12 @@ def _device(kind: str) -> Iterator[str]:
 
 
 def want_implementations(name: str) -> list[OpImpl]:
-    """The implementations that ``name`` means: an engine, or one by its id. BackendError where there is none."""
+    """The implementations that ``name`` means: an engine, or one by its id. ArgumentError where there is none."""
     dispatch.get_default_manager().ensure_initialized()
     every = dispatch.registry.snapshot().impls_by_op.values()
     found = [impl for impls in every for impl in impls if name in (impl.engine, impl.impl_id)]
     if not found:
         known = [*dispatch.engines(), *(impl.impl_id for impls in every for impl in impls)]
         wanted = f"an implementation's id, or an engine: {', '.join(dispatch.engines())}{meant(name, known)}"
-        raise BackendError(expected("plugins", "name", repr(name), wanted))
+        raise ArgumentError(expected("plugins", "name", repr(name), wanted))
     return found

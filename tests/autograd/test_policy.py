@@ -62,19 +62,24 @@ def test_blocks_of_two_threads_end_in_any_order() -> None:
 
 
 def test_another_engines_arrays_are_refused_by_name() -> None:
-    with dispatch.use_backend("cuda"), pytest.raises(BackendError, match=r"amax: .*device cpu.*use_backend\('cuda'\) is in force"):
+    cuda = policy.policy_context(SelectionPolicy(backend="cuda"))
+    with cuda, pytest.raises(BackendError, match=r"amax: .*device cpu.*use_backend\('cuda'\) is in force"):
         dispatch.kernels(arrays.CPU)
     with pytest.raises(BackendError, match="use_backend: name: got 'cudnn', expected one of reference, cuda"):
         dispatch.use_backend("cudnn")
 
 
 def test_an_engine_without_a_device_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it would place a new array, and where an array of another device comes to it."""
+    """Where it is asked for, and under a policy that names it: where it would place a new array, and where one of another device comes."""
     monkeypatch.setattr(arrays.provider(arrays.device("cuda")), "count", lambda: 0, raising=False)
     monkeypatch.setattr(support, "report", lambda: [Row("driver", "runs", "CUDA 13.0"), Row("CuPy", "missing", "is not installed")])
     said = r"no cuda device is usable here \(CuPy: is not installed\); `fp8kit info` lists what is missing$"
-    with dispatch.use_backend("cuda"):
-        with pytest.raises(BackendError, match=f"^use_backend: name: got 'cuda', expected an engine whose device is here: {said}"):
+    refused = f"^use_backend: name: got 'cuda', expected an engine whose device is here: {said}"
+    with pytest.raises(BackendError, match=refused):
+        dispatch.use_backend("cuda")
+    assert policy.get_policy() == SelectionPolicy()
+    with policy.policy_context(SelectionPolicy(backend="cuda")):
+        with pytest.raises(BackendError, match=refused):
             dispatch.default_device()
         with pytest.raises(BackendError, match=rf"^amax: array: got device cpu, .* is in force\); {said}"):
             dispatch.kernels(arrays.CPU)

@@ -149,6 +149,14 @@ def test_parts_apart_are_taken_together(tmp_path, monkeypatch):
     assert made.about["clocks"] == [{"a": "b"}]
 
 
+def ended(arguments):
+    """The exit status of the command."""
+    try:
+        return command.main(arguments)
+    except SystemExit as stopped:
+        return stopped.code
+
+
 def test_usage(capsys, tmp_path, monkeypatch):
     out = ["--out", str(tmp_path)]
     (tmp_path / "file").write_text("")
@@ -156,15 +164,11 @@ def test_usage(capsys, tmp_path, monkeypatch):
         (["tea"], 2, "argument PART: no such part: tea; --list names them"), (["kernel", *out], 2, "; did you mean kernels;"),
         (["gemm", "--minutes", "0", *out], 2, "argument --minutes: got 0, expected a finite number and > 0"),
         (["gemm", "--rounds", "none"], 2, "argument --rounds: none is not a positive number"), (["--update"], 2, "argument --update: not"),
-        (["gemm"], 2, "required: --out"), (["gemm", "--device", "gpu", *out], 1, "--device: got 'gpu', expected a name like"),
-        (["gemm", "--out", str(tmp_path / "file" / "x")], 1, "--out: got"),
+        (["gemm"], 2, "required: --out"), (["gemm", "--device", "gpu", *out], 2, "--device: got 'gpu', expected a name like"),
+        (["gemm", "--out", str(tmp_path / "file" / "x")], 2, "--out: got"), (["gemm", "--device", "cpu:7", *out], 1, "cpu is not"),
+        (["--table", "tea"], 2, "argument PART: not allowed with argument --table"), (["--table", *out], 2, "argument --out: not allowed"),
     ):  # fmt: skip
-        if status == 2:
-            with pytest.raises(SystemExit) as stopped:
-                command.main(wrong)
-            assert stopped.value.code == status
-        else:
-            assert command.main(wrong) == status
+        assert ended(wrong) == status
         printed = capsys.readouterr().err
         assert printed.startswith("python -m benchmarks: ")
         assert said in printed

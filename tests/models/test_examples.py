@@ -60,6 +60,17 @@ def test_bad_arguments_are_one_line(stem, words, said, monkeypatch, capsys):
     assert capsys.readouterr().err == f"{path.name}: error: {said}; {path.name} --help says more\n"
 
 
+@pytest.mark.parametrize(("number", "extra", "absent"), [(17, "test", "transformers"), (18, "test", "optax"), (19, "test", "optax"),
+                                                         (21, "flax", "flax")])  # fmt: skip
+def test_a_package_that_is_missing_is_one_line(number, extra, absent, monkeypatch):
+    path = EXAMPLES[number - 1]
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stopped.value.code == (f"{path.name} needs {absent}, not installed here; "
+                                  f"install it, in a checkout of fp8kit, with: pip install '.[{extra}]'")
+
+
 def test_quantize(printed):
     rows = dict(re.findall(r"^(\w+) +error .* outliers ([\d.]+)$", printed("quantize"), re.MULTILINE))
     assert float(rows["tensor"]) > 0.9  # one scale loses what is beside the outliers

@@ -177,6 +177,8 @@ def test_another_training_is_named(corpus, good):
     ):
         with pytest.raises(CheckpointError, match=said):
             train(*options, Stop(None), good, resume=True)
+    unjudged = replace(two, judged=not two.judged)  # nothing that a training depends on
+    assert identity(unjudged, corpus, None, "x", CPU, 3) == identity(two, corpus, None, "x", CPU, 3)
     with pytest.raises(Fp8kitError, match="keep"):
         train(two, corpus, None, "x", CPU, resume=True, stream=Stop(None))
 

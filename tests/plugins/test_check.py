@@ -76,7 +76,7 @@ def test_where_it_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(elsewhere, device="cpu")[1] == "gpu.add (add) on cpu: NOT TESTED: it runs on npu"
     with pytest.raises(BackendError, match="check_implementation: impl"):
         check_implementation(np.add)  # type: ignore[arg-type]
-    assert cli.main(["plugins", "check", "nobody"]) == 1
+    assert cli.main(["plugins", "check", "nobody"]) == 2
     assert "got 'nobody', expected an implementation's id, or an engine: reference, cuda" in capsys.readouterr().err
 
 
@@ -91,4 +91,4 @@ def test_by_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "> acme.add" in said
     assert "add on cuda" in said
-    assert cli.main(["plugins", "explain", "nothing"]) == 1
+    assert cli.main(["plugins", "explain", "nothing"]) == 2

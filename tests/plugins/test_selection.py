@@ -230,7 +230,8 @@ def test_an_engine_of_a_plugin() -> None:
         with pytest.raises(BackendError, match=r"device cuda:0.*use_backend\('acme'\) is in force, which serves cpu"):
             dispatch.kernels(Device("cuda"))
     assert engine.calls == {"add": 1}
-    with fk.use_backend("gpu"), pytest.raises(BackendError, match=r"device cpu.*use_backend\('gpu'\) is in force, which serves cuda"):
+    gpu = policy_context(SelectionPolicy(backend="gpu"))
+    with gpu, pytest.raises(BackendError, match=r"device cpu.*use_backend\('gpu'\) is in force, which serves cuda"):
         dispatch.kernels(CPU)
     with fk.use_backend("reference"):
         assert ids() == ["reference.add"]
@@ -245,7 +246,10 @@ def test_default_device_of_an_engine_of_a_plugin(monkeypatch: pytest.MonkeyPatch
     registry.register_many(Engine("gpu", ["add"], devices=frozenset({"cuda"})).impls)
     registry.register_many(Engine("both", ["add"], devices=frozenset({"cuda", "cpu"})).impls)
     monkeypatch.setattr(arrays, "available", lambda kind: kind == "cpu")
-    with fk.use_backend("gpu"), pytest.raises(BackendError, match="one of the engine's devices usable here: cuda"):
+    with pytest.raises(BackendError, match="use_backend: name: got 'gpu', expected an engine whose device is here: no cuda device"):
+        fk.use_backend("gpu")
+    gpu = policy_context(SelectionPolicy(backend="gpu"))
+    with gpu, pytest.raises(BackendError, match="one of the engine's devices usable here: cuda"):
         dispatch.default_device()
     with fk.use_backend("both"):
         assert dispatch.default_device() == CPU
@@ -285,7 +289,8 @@ def test_manager() -> None:
     for ask in (own.resolve, own.resolve_candidates, own.get_selected_impl_id, own.call):
         with pytest.raises(BackendError, match="op_name: got 'generic_gemm'"):
             ask("generic_gemm")
-    with fk.use_backend("cuda"), pytest.raises(BackendError, match=r"reference\.add: use_backend\('cuda'\) is in force"):
+    cuda = policy_context(SelectionPolicy(backend="cuda"))
+    with cuda, pytest.raises(BackendError, match=r"reference\.add: use_backend\('cuda'\) is in force"):
         own.resolve_candidates("add")
 
 
@@ -305,7 +310,7 @@ def test_explanations() -> None:
         ("acme.add", 0, "is asked first"), ("reference.add", 1, "is asked where acme.add cannot take a call")]  # fmt: skip
     with with_strict_mode():
         assert "is not asked: the policy is strict" in explain("add").text()
-    with fk.use_backend("cuda"):
+    with policy_context(SelectionPolicy(backend="cuda")):
         assert explain("add", "cpu").chosen is None
         assert "no implementation may be used" in explain("add", "cpu").text()
     mine = Engine("mine", ["add"]).impls[0]

@@ -8,6 +8,7 @@ import torch
 from fp8kit_torch import availability as a
 
 import fp8kit as fk
+from fp8kit.plugins import SelectionPolicy, policy_context
 from fp8kit.testing.compare import assert_same_bits
 
 QUESTIONS = [a.is_fp8_available, a.is_fp8_block_scaling_available, a.is_mxfp8_available, a.is_nvfp4_available, a.is_bf16_available]
@@ -44,7 +45,7 @@ def test_recipes_that_are_not_there_are_not_available():
 
 def test_forbidden_engines_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with fk.use_backend("cuda"):
+    with policy_context(SelectionPolicy(backend="cuda")):
         available, reason = a.is_fp8_available(return_reason=True)
     assert not available
     assert "reference" in reason
