@@ -121,6 +121,7 @@ def test_a_gpu_without_fp8_runs_nothing(monkeypatch, recipe, nothing_runs):
         (lambda: ft.TransformerLayer(8, 8, 2, set_parallel_mode=True), "set_parallel_mode"),
         (lambda: ft.autocast(_graph=True), "_graph"),
         (lambda: ft.fp8_autocast(_graph=True), "_graph"),
+        (lambda: ft.InferenceParams(2, 8, custom_cache_manager="mine"), "custom_cache_manager"),
         (lambda: ft.LayerNorm((2, 3)), "normalized_shape"),
         (lambda: ft.LayerNorm(8, sequence_parallel=True), "sequence_parallel"),
         (lambda: ft.RMSNorm(8, sequence_parallel=True), "sequence_parallel"),
