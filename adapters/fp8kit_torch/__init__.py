@@ -9,7 +9,7 @@ if _why := _errors.not_installed("fp8kit_torch", "torch", "torch"):
 
 from fp8kit import recipe
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
-from fp8kit_torch import optimizers
+from fp8kit_torch import common, optimizers
 from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.autocast import autocast, fp8_autocast
 from fp8kit_torch.availability import (
@@ -82,6 +82,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "checkpoint_contexts",
+    "common",
     "convert",
     "cross_entropy",
     "dropout_add",

@@ -14,6 +14,7 @@ from fp8kit.autocast import AutocastState, _thread
 from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError, expected
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+from fp8kit_torch.arguments import only
 from fp8kit_torch.ops import update_
 from fp8kit_torch.state import ScalingState
 from fp8kit_torch.texts import encode
@@ -24,7 +25,7 @@ _DEFAULT = DelayedScaling()
 class autocast(_autocast):
     """Context manager and decorator: modules within compute in FP8. ``fp8kit.autocast`` says the rest.
 
-    * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: accepted, has no effect. There is no ``check_finite``.
+    * ``enabled``, ``calibrating``, ``recipe``: as there; ``_graph``: False only, else NotImplementedError. There is no ``check_finite``.
     * ``amax_reduction_group``: processes over which delayed scaling's amaxes are reduced by their maximum before each update, where the
       recipe has ``reduce_amax``: a process group of ``torch.distributed``, None for all processes. They run the same layers, in the same
       order. Within a compiled function that opens the autocast itself: None only.
@@ -34,6 +35,8 @@ class autocast(_autocast):
 
     def __init__(self, enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: object = None,
                  _graph: bool = False) -> None:
+        if _graph is not False:
+            only("autocast", {"_graph": (_graph, False)})
         if torch.compiler.is_compiling():
             if recipe is not None and not isinstance(recipe, Recipe):
                 raise RecipeError("autocast: recipe: expected a Recipe, such as recipe.DelayedScaling(), or None")

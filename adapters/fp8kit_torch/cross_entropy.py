@@ -7,8 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
-from fp8kit_torch.checks import CALLED, check
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit_torch.checks import CALLED, check, shown
 from fp8kit_torch.functional import cross_entropy
 
 
@@ -22,10 +22,10 @@ def parallel_cross_entropy(
     * ``target``: int32 or int64, ``inp``'s shape without the last dimension; ``ignore_idx`` where there is no loss. One out of range is an
       ArgumentError on the CPU; on a GPU, where nobody looks, its loss is NaN.
     * ``label_smoothing``: s in [0, 1): loss = logsumexp - (1 - s) * logit of the target - s * mean of the logits.
-    * ``dist_process_group``: None or a group of one process; logits split over several are not supported.
+    * ``dist_process_group``: None or a group of one process; logits split over several are a NotImplementedError.
     * ``is_cg_capturable``: nothing here waits for the device, so it has nothing to change.
 
-    Raises ShapeError, FormatError and BackendError.
+    Raises ShapeError, FormatError, ArgumentError and BackendError.
     """
     op = "parallel_cross_entropy"
     if _input is not None:
@@ -38,11 +38,10 @@ def parallel_cross_entropy(
     if not torch.compiler.is_compiling():
         check(op, CALLED, locals())
     known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-    if dist_process_group is not None and not isinstance(dist_process_group, known):
-        raise ArgumentError(expected(op, "dist_process_group", type(dist_process_group).__name__, "None or a group of one process"))
-    if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) != 1:  # type: ignore[arg-type]
-        size = torch.distributed.get_world_size(dist_process_group)  # type: ignore[arg-type]
-        raise BackendError(expected(op, "dist_process_group", f"{size} processes", "None or a group of one process"))
+    group = dist_process_group
+    if group is not None and not (isinstance(group, known) and torch.distributed.get_world_size(group) == 1):
+        got = f"a group of {torch.distributed.get_world_size(group)} processes" if isinstance(group, known) else shown(group)
+        raise NotImplementedError(expected(op, "dist_process_group", got, "None or a group of one process"))
     if inp.ndim < 1 or target.numel() != inp.numel() // max(inp.size(-1), 1):
         raise ShapeError(expected(op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"))
     targets = target.reshape(inp.shape[:-1])

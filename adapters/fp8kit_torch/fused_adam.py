@@ -14,6 +14,7 @@ from fp8kit.arguments import flag
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
+from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check, tensor
 from fp8kit_torch.fused_optimizer import Entry, Fused
 from fp8kit_torch.quantized import QuantizedTensor
@@ -29,7 +30,7 @@ class FusedAdam(Fused):
         w = w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay w)
 
     * ``params``: float32, bfloat16 or float16 parameters, contiguous, or groups of them; ``lr``, ``betas``, ``eps``, ``weight_decay``
-      may differ between groups. ``amsgrad``: refused.
+      may differ between groups. ``amsgrad``: False only, NotImplementedError otherwise.
     * ``bias_correction``: divide by 1 - beta^t. t counts the group's steps.
     * ``adam_w_mode``: False is Adam with L2 regularisation, as ``torch.optim.Adam``.
     * ``capturable``: learning rate and t are tensors on the device, so that a captured graph sees new values, and
@@ -60,8 +61,7 @@ class FusedAdam(Fused):
     ) -> None:
         name = "FusedAdam"
         check(name, OPTIMISED, locals())
-        if amsgrad:
-            raise ArgumentError(expected(name, "amsgrad", amsgrad, "False: the variant is not supported"))
+        only(name, {"amsgrad": (amsgrad, False)})
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
         for key, choice in (("exp_avg", stored.PACKED), ("exp_avg_sq", stored.PACKED), ("master_param", (torch.float32, torch.float16))):
             if self.dtypes[key] not in choice:

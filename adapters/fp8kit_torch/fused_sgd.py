@@ -14,6 +14,7 @@ from fp8kit.arguments import number
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, expected
 from fp8kit_torch import optimizer_state as stored
+from fp8kit_torch.arguments import only
 from fp8kit_torch.checks import OPTIMISED, check
 from fp8kit_torch.fused_optimizer import Entry, Fused
 from fp8kit_torch.quantized import QuantizedTensor
@@ -29,7 +30,7 @@ class FusedSGD(Fused):
 
     * ``params``, ``lr`` (needed), ``momentum``, ``dampening``, ``weight_decay``, ``nesterov``: as ``torch.optim.SGD``.
     * ``wd_after_momentum``: the decay does not enter the momentum: w = w - lr (... + weight_decay w), with g = grad.
-    * ``materialize_master_grads``: only True; there is no apex amp whose gradients could stay scaled.
+    * ``materialize_master_grads``: True only, NotImplementedError otherwise; there is no apex amp whose gradients could stay scaled.
     * ``set_grad_none``: deprecated, see ``zero_grad``.
 
     b (``momentum_buffer``) is float32. Raises Fp8kitError, FormatError and ShapeError for wrong arguments.
@@ -47,8 +48,7 @@ class FusedSGD(Fused):
         check("FusedSGD", OPTIMISED | {"lr": number}, locals())
         if nesterov and (momentum == 0 or dampening != 0):
             raise ArgumentError(expected("FusedSGD", "nesterov", nesterov, "False, or a momentum and no dampening"))
-        if not materialize_master_grads:
-            raise ArgumentError(expected("FusedSGD", "materialize_master_grads", materialize_master_grads, "True"))
+        only("FusedSGD", {"materialize_master_grads": (materialize_master_grads, True)})
         self.wd_after_momentum = bool(wd_after_momentum)
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": bool(nesterov)}
         super().__init__(params, defaults, set_grad_none)

@@ -13,6 +13,7 @@ from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, expected
 from fp8kit.formats import HIGH_PRECISION, DType
 from fp8kit.kv_steps import Steps
+from fp8kit_torch.arguments import only
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.parameters import placed
@@ -39,7 +40,7 @@ class InferenceParams(Steps):
     * ``num_heads_kv`` g, ``head_dim_k`` d, ``head_dim_v`` (None: d), ``dtype``: of the caches; None: as each layer's own.
     * ``is_paged``: False gives every sequence room for ``max_sequence_length`` at once; True hands out pages of ``page_size`` tokens, as
       sequences grow, of which there are ``total_num_pages``.
-    * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: None only.
+    * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: None only, NotImplementedError otherwise.
     * ``device``: where the caches lie; None as for parameters.
 
     ``sequences``: id -> length, new tokens included, in the step's order.
@@ -52,13 +53,14 @@ class InferenceParams(Steps):
                  total_num_pages: int | None = None, page_size: int | None = None, max_ctx_len: int | None = None,
                  qkv_format: str = "bshd", custom_cache_manager: object = None, *, device: Any = None) -> None:
         check("InferenceParams", CONSTRUCTED, locals())
+        only("InferenceParams", {"custom_cache_manager": (custom_cache_manager, None)})
         self.device = placed("InferenceParams", device)
         kind = next((kind for kind in HIGH_PRECISION if dtype_of(kind) is dtype), None)
         if dtype is not None and kind is None:
             names = ", ".join(known.name for known in HIGH_PRECISION)
             raise ArgumentError(expected("InferenceParams", "dtype", dtype, f"one of {names}"))
         super().__init__(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, kind, head_dim_v, is_paged, total_num_pages,
-                         page_size, max_ctx_len, qkv_format, custom_cache_manager)
+                         page_size, max_ctx_len, qkv_format)
 
     def _empty(self, shape: Shape, dtype: DType) -> Tensor:
         return torch.empty(shape, dtype=dtype_of(dtype), device=self.device)

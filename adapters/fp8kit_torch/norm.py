@@ -40,14 +40,15 @@ class _Norm(ParameterModule):
         operation = type(self).__name__
         check(operation, CONSTRUCTED, {name: value for name, value in locals().items() if name != "hidden_size"})
         super().__init__()
-        refuse(operation, CONSTRUCTOR[self.normalization], {"sequence_parallel": sequence_parallel, **other})
+        given = None if sequence_parallel is False else sequence_parallel  # both say no
+        refuse(operation, CONSTRUCTOR[self.normalization], {"sequence_parallel": given, **other})
         if (normalized_shape is None) == (hidden_size is None):
             raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"))
-        given: Any = hidden_size if normalized_shape is None else normalized_shape
-        whole = isinstance(given, int)
-        if isinstance(given, torch.Tensor):
+        extent: Any = hidden_size if normalized_shape is None else normalized_shape
+        whole = isinstance(extent, int)
+        if isinstance(extent, torch.Tensor):
             raise ArgumentError(expected(operation, "normalized_shape", "a tensor", "an int, or a sequence of one"))
-        shape = (given,) if whole else tuple(listed(operation, "normalized_shape", given, "an int, or a sequence of one"))
+        shape = (extent,) if whole else tuple(listed(operation, "normalized_shape", extent, "an int, or a sequence of one"))
         if len(shape) != 1:
             raise NotImplementedError(expected(operation, "normalized_shape", shape, "one dimension: nothing else is supported yet"))
         positive(operation, normalized_shape=shape[0])

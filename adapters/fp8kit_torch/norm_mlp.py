@@ -49,10 +49,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         op = "LayerNormMLP"
         check(op, CONSTRUCTED, locals())
         super().__init__()
-        # seq_length, micro_batch_size and set_parallel_mode prepare kernels or groups elsewhere: nothing depends on them here
+        # seq_length and micro_batch_size prepare kernels elsewhere: nothing depends on them here
         refuse(op, CONSTRUCTOR[op], {
             "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
-            "get_rng_state_tracker": get_rng_state_tracker,
+            "get_rng_state_tracker": get_rng_state_tracker, "set_parallel_mode": set_parallel_mode,
             "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
         })  # fmt: skip
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)

@@ -26,7 +26,7 @@ from fp8kit.backends.policy import get_policy, policy_context
 from fp8kit.errors import ArgumentError, AutogradError, expected
 from fp8kit.layers import Kept, Pass, Passes
 from fp8kit_torch import torch_checkpoint as torchs
-from fp8kit_torch.arguments import not_compiled
+from fp8kit_torch.arguments import not_compiled, only
 from fp8kit_torch.checks import check, one, optional
 from fp8kit_torch.state import open_walk
 
@@ -203,7 +203,7 @@ def checkpoint(
       ``torch.no_grad()`` records amaxes.
     * ``get_rng_state_tracker``: returns an object such as ``CudaRNGStatesTracker``, whose states are those of the first pass again.
     * ``context_fn``, ``determinism_check``: torch's, for ``use_reentrant=False``; ``debug``: False only.
-    * ``distribute_saved_activations``, ``tp_group``: refused; there is no tensor parallelism yet.
+    * ``distribute_saved_activations``, ``tp_group``: NotImplementedError but for False and None; there is no tensor parallelism.
 
     ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way. Not so beside
     ``torch.compile``: around a compiled function torch refuses the non-reentrant variant, and the reentrant one runs its second pass
@@ -216,9 +216,8 @@ def checkpoint(
         raise ArgumentError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
     if not torch.compiler.is_compiling():
         check("checkpoint", _RULES, locals())
-    for name, value, neutral in (("distribute_saved_activations", distribute_saved_activations, False), ("tp_group", tp_group, None)):
-        if value is not neutral and value is not None:
-            raise ArgumentError(expected("checkpoint", name, value, f"{neutral}: there is no tensor parallelism yet"))
+    given = None if distribute_saved_activations is False else distribute_saved_activations
+    only("checkpoint", {"distribute_saved_activations": (given, None), "tp_group": (tp_group, None)})
     if torch.compiler.is_compiling():
         raise not_compiled("checkpoint")
     if not torch.is_grad_enabled():

@@ -173,8 +173,9 @@ def as_transformer_engine() -> ModuleType:
     made |= {base: top} | {f"{base}.{name}": module for name, module in below.items()}
     whole = made["transformer_engine"]
     whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
-    whole.common, whole.pytorch = made["transformer_engine.common"], made["transformer_engine.pytorch"]  # type: ignore[attr-defined]
-    made["transformer_engine.common"].recipe = recipe  # type: ignore[attr-defined]
+    common = made["transformer_engine.common"]
+    common.recipe = recipe  # type: ignore[attr-defined]
+    whole.common, whole.pytorch, top.common = common, top, common  # type: ignore[attr-defined]
     finder = _Finder()
     whole.__fp8kit__ = finder  # type: ignore[attr-defined]
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from fp8kit.ops.values import check_sequences
 from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.arguments import CONSTRUCTOR, brings, positive, refuse, want_input, want_like
 from fp8kit_torch.attention import MultiheadAttention
-from fp8kit_torch.checks import CONSTRUCTED, check
+from fp8kit_torch.checks import CONSTRUCTED, check, shown
 from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
@@ -147,7 +147,7 @@ class TransformerLayer(Watched):
 
         * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal`` and their ``enc_dec_`` twins override the constructor's.
         * ``encoder_output``: h, in the same format, of a decoder. ``enc_dec_attn_mask``: the ``attention_mask`` of the attention across, a
-          pair with a padding mask.
+          pair with a padding mask. All that is about it is None for an encoder, ArgumentError otherwise.
         * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``, ``checkpoint_core_attention`` and the other
           ``options``: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
           and ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see ``Linear``.
@@ -172,9 +172,13 @@ class TransformerLayer(Watched):
         x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)
         if self.inter_attention is not None and encoder_output is None:
             raise ArgumentError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))
-        for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):
-            if self.inter_attention is None and value is not None:
-                raise ArgumentError(expected(op, name, "a tensor", "None with layer_type 'encoder'"))
+        if self.inter_attention is None:
+            for name, value in {"encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask,
+                                "enc_dec_attn_mask_type": enc_dec_attn_mask_type, "enc_dec_window_size": enc_dec_window_size,
+                                "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal}.items():
+                if value is not None:
+                    got = "a tensor" if isinstance(value, Tensor) else shown(value)
+                    raise ArgumentError(expected(op, name, got, "None with layer_type 'encoder'"))
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, mlp = is_first_microbatch, self.layernorm_mlp

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from fp8kit.arguments import choice, flag, integer, number
+from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
@@ -135,7 +135,7 @@ class TransformerLayer(Module):
 
         * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal`` and their ``enc_dec_`` twins override the constructor's.
         * ``encoder_output``: h, in the same format, of a decoder. ``enc_dec_attn_mask``: the ``attention_mask`` of the attention across, a
-          pair with a padding mask.
+          pair with a padding mask. All that is about it is None for an encoder.
         * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``, ``checkpoint_core_attention`` and the other
           ``options``: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
           and ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see ``Linear``.
@@ -149,9 +149,13 @@ class TransformerLayer(Module):
         x = as_tokens(op, "hidden_states", hidden_states, self.attn_input_format, self.hidden_size, dtype)
         if self.inter_attention is not None and encoder_output is None:
             raise ArgumentError(expected(op, "encoder_output", None, "an array with layer_type 'decoder'"))
-        for name, value in (("encoder_output", encoder_output), ("enc_dec_attn_mask", enc_dec_attn_mask)):
-            if self.inter_attention is None and value is not None:
-                raise ArgumentError(expected(op, name, "an array", "None with layer_type 'encoder'"))
+        if self.inter_attention is None:
+            for name, value in {"encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask,
+                                "enc_dec_attn_mask_type": enc_dec_attn_mask_type, "enc_dec_window_size": enc_dec_window_size,
+                                "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal}.items():
+                if value is not None:
+                    got = "an array" if name in ("encoder_output", "enc_dec_attn_mask") else shown(value)
+                    raise ArgumentError(expected(op, name, got, "None with layer_type 'encoder'"))
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp

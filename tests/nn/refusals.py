@@ -20,6 +20,9 @@ X, SOURCE, PACK = draw(1, (S, B, H), "float32"), draw(2, (OTHER, B, H), "float32
 ACROSS_MHA = {"attention_type": "cross", "attn_mask_type": "no_mask"}
 PACKED_MHA, PACKED_LAYER = ({name: "thd", kind: "padding_causal"} for name, kind in (
     ("qkv_format", "attn_mask_type"), ("attn_input_format", "self_attn_mask_type")))
+ENCODER = {f"{name} without an encoder": {name: value} for name, value in (
+    ("encoder_output", SOURCE), ("enc_dec_attn_mask_type", "no_mask"), ("enc_dec_window_size", (2, 2)),
+    ("enc_dec_bottom_right_diagonal", False))}
 STARTS = {"starts that are no running sums": {"cu_seqlens_q_padded": np.array([1, 5, 10], np.int32)}}
 
 
@@ -38,7 +41,7 @@ def cases(mha: Callable[..., Any], layer: Callable[..., Any]) -> dict[str, tuple
         "mha across, parts apart": (lambda d: mha(d, fuse_qkv_params=True, qk_norm_type="LayerNorm", **ACROSS_MHA),
                                     {"hidden_states": X, "encoder_output": SOURCE}, ACROSS | ACROSS_OWN),
         "mha, packed": (lambda d: mha(d, **PACKED_MHA), {"hidden_states": PACK} | THD, PACKED),
-        "layer": (layer, {"hidden_states": X}, _renamed(SELF, RENAMED)),
+        "layer": (layer, {"hidden_states": X}, _renamed(SELF, RENAMED) | ENCODER),
         "parallel layer": (lambda d: layer(d, parallel_attention_mlp=True), {"hidden_states": X}, _renamed(SELF, RENAMED)),
         "decoder": (lambda d: layer(d, layer_type="decoder"), {"hidden_states": X, "encoder_output": SOURCE},
                     ACROSS | _renamed(ACROSS_OWN, TWINS)),

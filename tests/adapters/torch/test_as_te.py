@@ -65,6 +65,7 @@ PARTS = {
         import fp8kit_torch
         assert not any(name.startswith("transformer_engine") for name in sys.modules), "import alone must not do it"
         before = fp8kit_torch.__spec__
+        assert fp8kit_torch.common.recipe is fp8kit_torch.recipe
         whole = fp8kit_torch.as_transformer_engine()
         assert fp8kit_torch.as_transformer_engine() is whole
         assert importlib.util.find_spec("transformer_engine") is not None
@@ -73,6 +74,9 @@ PARTS = {
         assert transformer_engine.pytorch is fp8kit_torch and fp8kit_torch.__spec__ is before
         import fp8kit
         assert transformer_engine.common.recipe.Float8CurrentScaling is fp8kit.recipe.Float8CurrentScaling
+        te = transformer_engine.pytorch
+        assert te.common is transformer_engine.common and te.recipe is fp8kit.recipe
+        assert te.common.recipe.DelayedScaling(interval=1, amax_history_len=8) == te.recipe.DelayedScaling(amax_history_len=8)
         from fp8kit.errors import RecipeError
         try:
             transformer_engine.common.recipe.DelayedScaling(interval=2)

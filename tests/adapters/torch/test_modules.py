@@ -116,12 +116,28 @@ def test_a_gpu_without_fp8_runs_nothing(monkeypatch, recipe, nothing_runs):
         (lambda: ft.LayerNormMLP(8, 8, delay_wgrad_compute=True), "delay_wgrad_compute"),
         (lambda: ft.TransformerLayer(8, 8, 2, tp_size=2), "tp_size"),
         (lambda: ft.DotProductAttention(2, 4, cp_comm_type="a2a"), "cp_comm_type"),
+        (lambda: ft.LayerNormMLP(8, 8, set_parallel_mode=True), "set_parallel_mode"),
+        (lambda: ft.MultiheadAttention(8, 2, set_parallel_mode=True), "set_parallel_mode"),
+        (lambda: ft.TransformerLayer(8, 8, 2, set_parallel_mode=True), "set_parallel_mode"),
+        (lambda: ft.autocast(_graph=True), "_graph"),
+        (lambda: ft.fp8_autocast(_graph=True), "_graph"),
+        (lambda: ft.InferenceParams(2, 8, custom_cache_manager="mine"), "custom_cache_manager"),
         (lambda: ft.LayerNorm((2, 3)), "normalized_shape"),
+        (lambda: ft.LayerNorm(8, sequence_parallel=True), "sequence_parallel"),
+        (lambda: ft.RMSNorm(8, sequence_parallel=True), "sequence_parallel"),
     ],
 )
 def test_what_is_not_supported_says_so(make, message):
     with pytest.raises(NotImplementedError, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [ft.LayerNorm, ft.RMSNorm])
+@pytest.mark.parametrize("neutral", [None, False])
+def test_norms_take_either_neutral_value(kind, neutral):
+    """Transformer Engine's default is None, programs pass False."""
+    x = torch.randn(3, WIDTH)
+    same(kind(WIDTH, sequence_parallel=neutral, device="cpu")(x), kind(WIDTH, device="cpu")(x), "y")
 
 
 def test_unknown_arguments():
