@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.scaling import FORWARD_SLOTS
+from fp8kit_torch.constants import constant_result
 from fp8kit_torch.nodes import NO_STATE, Fused, Step, Wiring, run_step
 from fp8kit_torch.ops import OPS, record_
 from fp8kit_torch.plans import Call, Stand, call, policy_now
@@ -75,7 +76,7 @@ class Traced(NamedTuple):
     when: int  # see ``ops.record_``
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _described(
     name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: str
 ) -> tuple[str, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from fp8kit.autocast import autocast as _autocast
 from fp8kit.errors import RecipeError, expected
 from fp8kit.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 from fp8kit_torch.arguments import only
+from fp8kit_torch.constants import constant_result
 from fp8kit_torch.ops import update_
 from fp8kit_torch.state import ScalingState
 from fp8kit_torch.texts import encode
@@ -127,7 +128,7 @@ def recipe_text(recipe: Any) -> str:
     return _text(recipe_parts(recipe))
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _text(parts: tuple[Any, ...]) -> str:
     return encode(recipe_of(parts))
 

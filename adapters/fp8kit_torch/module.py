@@ -19,7 +19,7 @@ from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.recipe import Recipe
 from fp8kit.scaling import FORWARD_SLOTS
-from fp8kit_torch import recompute
+from fp8kit_torch import recompute, torch_checkpoint
 from fp8kit_torch.apply import Traced, apply, prepare, trace
 from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_parameters
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
@@ -353,6 +353,8 @@ class TransformerEngineBaseModule(StatefulModule):
         if not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None:
             raise not_compiled("a recipe with callables")
         record = torch.is_grad_enabled() or state.calibrating
+        if record and torch_checkpoint.traced():  # what is computed once more in backward would find the scales as they are by then
+            raise not_compiled("a checkpoint with delayed scaling")
         prepare_all(recipe.amax_history_len)
         forward, backward, text = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"], recipe_text(recipe)
         when = NEITHER if record and touch_traced(forward, text) else FORWARD

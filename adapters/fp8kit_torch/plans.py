@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Context
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -195,6 +196,17 @@ def call(name: str, spec: Any, names: tuple[str, ...], gemms: tuple[str, ...] = 
 
 def policy_now() -> SelectionPolicy:
     """The policy in force, also within ``torch.compile``, which guards it: another one compiles anew."""
-    policy = traced_policy() if torch.compiler.is_compiling() else get_policy()
-    assert policy is not None  # every module asks for it when it is made
+    if not torch.compiler.is_compiling():
+        return get_policy()
+    _ask()
+    policy = traced_policy()
+    assert policy is not None  # it has been asked for
     return policy
+
+
+@torch.compiler.assume_constant_result
+def _ask() -> bool:
+    """The environment is read for the process's policy, if nobody has asked yet: a function that calls no module may be compiled first.
+    Before Dynamo reads it, which guards what it finds."""
+    Context().run(get_policy)
+    return True

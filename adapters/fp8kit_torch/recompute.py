@@ -207,7 +207,8 @@ def checkpoint(
 
     ``torch.utils.checkpoint.checkpoint`` itself, and what calls it, recomputes FP8 layers in the same way. Not so beside
     ``torch.compile``: around a compiled function torch refuses the non-reentrant variant, and the reentrant one runs its second pass
-    without the autocast that is around it, in high precision; within one, backward refuses delayed scaling. Checkpoint eager layers.
+    without the autocast that is around it, in high precision; within one, delayed scaling is refused: with ``fullgraph=True`` by an error,
+    else that part is left to eager layers. Checkpoint eager layers.
 
     Checkpoints nest. Without gradients it is a plain call. Raises Fp8kitError for wrong arguments, and AutogradError in backward where the
     second pass does not run the FP8 layers of the first.

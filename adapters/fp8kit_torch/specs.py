@@ -14,6 +14,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, fp8_from_recipe
 from fp8kit.scaling import backward_slots, forward_slots
 from fp8kit_torch.autocast import recipe_of
+from fp8kit_torch.constants import constant_result
 from fp8kit_torch.texts import SPECS, decode, encode
 
 
@@ -32,7 +33,7 @@ def layer_spec(spec: Any, fp8: Fp8 | None, cached: bool, bias: str, options: tup
     return dataclasses.replace(spec, **changes, **dict(options))
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def layer_text(spec: str, recipe: tuple[Any, ...], cached: bool, bias: str, options: tuple[tuple[str, Any], ...], cast: int = -1) -> str:
     """The text of ``layer_spec``; ``recipe``: by its parts, () for high precision. ``cast``: of this product's weight cast instead."""
     fp8 = fp8_from_recipe(recipe_of(recipe)) if recipe else None
@@ -42,7 +43,7 @@ def layer_text(spec: str, recipe: tuple[Any, ...], cached: bool, bias: str, opti
     return encode(found)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def fp8_text(recipe: tuple[Any, ...]) -> str:
     """The text of what a recipe, by its parts, means for products."""
     return encode(fp8_from_recipe(recipe_of(recipe)))
@@ -67,6 +68,6 @@ def _object_of(kind: str, arguments: tuple[Any, ...]) -> Any:
     return SPECS[kind](*arguments)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _text_of(kind: str, arguments: tuple[Any, ...]) -> str:
     return encode(_object_of(kind, arguments))

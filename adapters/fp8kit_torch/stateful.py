@@ -16,6 +16,7 @@ from fp8kit.recipe import Recipe
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, check_saved
 from fp8kit_torch import extra_state
 from fp8kit_torch.checks import CALLED, check
+from fp8kit_torch.constants import constant_result
 from fp8kit_torch.nodes import Wiring
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.plans import Call
@@ -146,7 +147,7 @@ class StatefulModule(ParameterModule):
         self._weights = None
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def prepare_all(history_len: int) -> int:
     """Before a compiled function reads FP8 state: every live module has one, its history as long as the recipe says. All of them at once,
     so that layers that share their compiled code do not each ask for another compilation."""

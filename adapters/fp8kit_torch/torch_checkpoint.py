@@ -106,3 +106,14 @@ def contexts(until: CodeType | None) -> Iterator[Any]:
             if isinstance(ctx, FunctionCtx) and callable(getattr(ctx, "run_function", None)) and ctx.next_functions:  # type: ignore[attr-defined]
                 yield ctx
         frame = frame.f_back  # type: ignore[assignment]
+
+
+@torch.compiler.assume_constant_result
+def traced() -> bool:
+    """Within ``torch.compile``: whether what is traced is a checkpointed function, by the frames of Dynamo's own tracing of it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if type(frame.f_locals.get("self")).__name__ == "CheckpointHigherOrderVariable":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

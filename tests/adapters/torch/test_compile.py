@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 import fp8kit_torch as ft
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.library import opcheck
 
 import fp8kit as fk
 from fp8kit.backends import dispatch
+from fp8kit.backends import policy as policies
 from fp8kit.backends.policy import get_policy
 from fp8kit.formats import float32
 from fp8kit.ops.activation import ActivationSpec
@@ -32,7 +36,7 @@ from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
-from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
+from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, QParams
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
 
@@ -193,6 +197,112 @@ def test_changing_batch_sizes(device):
         again = torch_step(ours, call_, RECIPES["current"], x, eager[-1])
         same(again[0], eager[0], "y")
         same(again[1], eager[1], "dx")
+
+
+def drawn(function, given):
+    """Result and gradients of the first tensor with torch's generator at a known place."""
+    torch.manual_seed(7)
+    x, *others = [t.clone().requires_grad_(t.is_floating_point()) for t in given]
+    y = function(x, *others)
+    return y, *torch.autograd.grad(y, [t for t in (x, *others) if t.requires_grad], torch.ones_like(y) / 3)
+
+
+def same_numbers(call_, eager, *given):
+    """The compiled call's result and gradients are the eager ones, bit for bit. Returns the result."""
+    got, want = drawn(call_, given), drawn(eager, given)
+    for one, other in zip(got, want, strict=True):
+        same(one, other, "compiled")
+    return want[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("options", [
+    {"hidden_dropout": (0.1, 0.3, 0.2), "attention_dropout": (0.0, 0.0, 0.0)},
+    {"hidden_dropout": (0.0, 0.0, 0.0), "attention_dropout": (0.1, 0.3, 0.2)},
+    {"hidden_dropout": (0.0, 0.0, 0.0), "attention_dropout": (0.0, 0.0, 0.0), "drop_path_rate": (0.1, 0.3, 0.2)},
+], ids=["hidden", "attention", "path"])  # fmt: skip
+def test_layers_of_different_dropouts(device, options):
+    x = torch.randn(5, 3, WIDTH, device=device)
+    for i in range(3):
+        layer = ft.TransformerLayer(WIDTH, 64, 2, device=device, **{name: values[i] for name, values in options.items()})
+        same_numbers(compiled(layer), layer, x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_changed_numbers_are_seen(device):
+    """A number of a spec that is another one at a later call, and again the first one, which compiles nothing anew."""
+    layer = ft.TransformerLayer(WIDTH, 64, 2, hidden_dropout=0.1, attention_dropout=0.1, device=device)
+    count = CompileCounterWithBackend("aot_eager")
+    call_, x = torch.compile(layer, fullgraph=True, backend=count), torch.randn(5, 3, WIDTH, device=device)
+    results = []
+    for p in (0.1, 0.3, 0.2):
+        layer.hidden_dropout = p
+        results.append(same_numbers(call_, layer, x))
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(results[1], results[2])
+    compilations = count.frame_count
+    for p in (0.1, 0.3, 0.2):
+        layer.hidden_dropout = p
+        same_numbers(call_, layer, x)
+    assert count.frame_count == compilations
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_packed_batches_of_other_longest_sequences(device):
+    layer = ft.TransformerLayer(WIDTH, 64, 2, attn_input_format="thd", self_attn_mask_type="padding_causal", hidden_dropout=0.0,
+                                attention_dropout=0.0, device=device)
+    call_ = compiled(layer)
+    for sums, longest in (([0, 3, 8], 5), ([0, 2, 8], 6), ([0, 4, 9, 10], 5), ([0, 1, 8], 7)):
+        cu = torch.tensor(sums, dtype=torch.int32, device=device)
+        options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+        same_numbers(functools.partial(call_, **options), functools.partial(layer, **options), torch.randn(sums[-1], WIDTH, device=device))
+
+
+def test_attentions_of_different_scales_and_windows(device):
+    qkv = [torch.randn(5, 3, 2, 8, device=device) for _ in range(3)]
+    results = []
+    for scale in (0.3, 0.2, 0.1):
+        core = ft.DotProductAttention(2, 8, softmax_scale=scale, attention_dropout=0.0, device=device)
+        results.append(same_numbers(compiled(core), core, *qkv))
+    call_ = compiled(core)
+    for window in ((1, 0), (2, 0), (3, 0)):
+        options = {"window_size": window, "attn_mask_type": "causal"}
+        results.append(same_numbers(functools.partial(call_, **options), functools.partial(core, **options), *qkv))
+    assert not any(torch.equal(one, other) for i, one in enumerate(results) for other in results[:i])
+
+
+def test_recipes_of_different_epsilons(device):
+    ours, eager = pair("Linear", device)
+    call_ = compiled(ours)
+    for epsilon in (0.0, 2.0, 8.0):
+        recipe = Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=epsilon))
+        same_as_eager(ours, call_, eager, recipe, device)
+
+
+def test_functions_that_are_no_modules(device):
+    logits, targets = torch.randn(4, 6, 16, device=device), torch.arange(24, device=device).reshape(4, 6) % 16
+    x, residual, bias = torch.randn(6, 16, device=device), torch.randn(6, 16, device=device), torch.randn(16, device=device)
+    for p in (0.1, 0.3):
+        add = functools.partial(ft.dropout_add, p=p)
+        same_numbers(compiled(add), add, x, residual, bias)
+    for options in ({}, {"label_smoothing": 0.1}, {"label_smoothing": 0.2}, {"reduce_loss": True}):
+        loss = functools.partial(ft.parallel_cross_entropy, **options)
+        same_numbers(compiled(loss), loss, logits, targets)
+
+    def looked_up(table, ids):
+        return ft.embedding(ids, table)
+
+    same_numbers(compiled(looked_up), looked_up, x, torch.arange(6, device=device) % 4)
+
+
+def test_a_function_compiled_before_the_policy_was_read(device, monkeypatch):
+    logits, targets = torch.randn(6, 16, device=device), torch.arange(6, device=device)
+    want = drawn(ft.parallel_cross_entropy, (logits, targets))
+    monkeypatch.setattr(policies, "_GLOBAL", None)
+    with ThreadPoolExecutor(1) as fresh:  # a thread without a block of a policy
+        got = fresh.submit(drawn, compiled(ft.parallel_cross_entropy), (logits, targets)).result()
+    for one, other in zip(got, want, strict=True):
+        same(one, other, "compiled")
 
 
 def test_inference_leaves_no_trace(device):

@@ -1,0 +1,32 @@
+"""What ``torch.compile`` takes for a constant: what a function makes of plain values, which are guarded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _settled(value: Any) -> Any:
+    """``value`` with its numbers as constants. Dynamo makes a number symbolic that was another one at the last compilation; this guards it,
+    so that each number has a compilation of its own."""
+    if isinstance(value, tuple | list):
+        return tuple([_settled(part) for part in value])
+    return guard_scalar(value) if isinstance(value, int | float) else value
+
+
+def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``torch.compiler.assume_constant_result`` for functions of plain values and tuples of them, whatever their numbers were before."""
+    made = torch.compiler.assume_constant_result(function)
+
+    @wraps(function, updated=())  # not the mark that torch has left on it
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return made(*_settled(args), **{name: _settled(value) for name, value in kwargs.items()})
+
+    return call
