@@ -25,7 +25,7 @@ def apart(monkeypatch):
 
 def most_of(step):
     """The most that torch's CPU allocator gives out during ``step``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     held = most = 0
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
