@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import Context
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fp8kit.arrays import Device, Shape
 from fp8kit.backends import dispatch
-from fp8kit.backends.policy import SelectionPolicy, apart, get_policy, policy_context, policy_from_text, traced_policy
+from fp8kit.backends.policy import SelectionPolicy, apart, get_policy, policy_context, policy_from_text, process_policy, traced_policy
 from fp8kit.errors import BackendError, FormatError, ShapeError, expected, renamed
 from fp8kit.formats import DType, float32
 from fp8kit.ops.linear import weight_cast
@@ -208,5 +207,5 @@ def policy_now() -> SelectionPolicy:
 def _ask() -> bool:
     """The environment is read for the process's policy, if nobody has asked yet: a function that calls no module may be compiled first.
     Before Dynamo reads it, which guards what it finds."""
-    Context().run(get_policy)
+    process_policy()
     return True

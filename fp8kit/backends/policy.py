@@ -247,6 +247,11 @@ def get_policy() -> SelectionPolicy:
         return policy
     if _PENDING:
         _settle(threading.get_ident())
+    return process_policy()
+
+
+def process_policy() -> SelectionPolicy:
+    """The process's policy: the environment's, where none was set."""
     if _GLOBAL is None:
         reset_global_policy()
     assert _GLOBAL is not None
