@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fp8kit.arguments import shown
 from fp8kit.errors import ArgumentError, AutogradError, ShapeError, expected
 
 # --- arguments that have one supported value: Transformer Engine's default ------------------------------------------------
@@ -101,6 +102,15 @@ def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
         if beside.get(name) is not None:
             return beside[name]
     return None if cache is None else cache.cu_seqlens_q
+
+
+def want_no_encoder(operation: str, array: str, **given: Any) -> None:
+    """ArgumentError for what is about an encoder's output, in the call of a layer that has no attention across. ``array``: what the door
+    calls one."""
+    for name, value in given.items():
+        if value is not None:
+            got = array if hasattr(value, "shape") else shown(value)
+            raise ArgumentError(expected(operation, name, got, "None with layer_type 'encoder'"))
 
 
 def known_options(operation: str, given: Iterable[str]) -> None:

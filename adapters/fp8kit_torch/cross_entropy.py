@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
 from fp8kit_torch.checks import CALLED, check, shown
 from fp8kit_torch.functional import cross_entropy
 
@@ -39,8 +39,10 @@ def parallel_cross_entropy(
         check(op, CALLED, locals())
     known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
     group = dist_process_group
-    if group is not None and not (isinstance(group, known) and torch.distributed.get_world_size(group) == 1):
-        got = f"a group of {torch.distributed.get_world_size(group)} processes" if isinstance(group, known) else shown(group)
+    if group is not None and not isinstance(group, known):
+        raise ArgumentError(expected(op, "dist_process_group", shown(group), "None or a group of one process"))
+    if group is not None and torch.distributed.get_world_size(group) != 1:  # type: ignore[arg-type]
+        got = f"a group of {torch.distributed.get_world_size(group)} processes"  # type: ignore[arg-type]
         raise NotImplementedError(expected(op, "dist_process_group", got, "None or a group of one process"))
     if inp.ndim < 1 or target.numel() != inp.numel() // max(inp.size(-1), 1):
         raise ShapeError(expected(op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"))

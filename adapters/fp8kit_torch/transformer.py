@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import known_options, sequence_starts
+from fp8kit.layers import known_options, sequence_starts, want_no_encoder
 from fp8kit.ops.values import check_sequences
 from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.arguments import CONSTRUCTOR, brings, positive, refuse, want_input, want_like
 from fp8kit_torch.attention import MultiheadAttention
-from fp8kit_torch.checks import CONSTRUCTED, check, shown
+from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
@@ -173,12 +173,9 @@ class TransformerLayer(Watched):
         if self.inter_attention is not None and encoder_output is None:
             raise ArgumentError(expected(op, "encoder_output", None, "a tensor with layer_type 'decoder'"))
         if self.inter_attention is None:
-            for name, value in {"encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask,
-                                "enc_dec_attn_mask_type": enc_dec_attn_mask_type, "enc_dec_window_size": enc_dec_window_size,
-                                "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal}.items():
-                if value is not None:
-                    got = "a tensor" if isinstance(value, Tensor) else shown(value)
-                    raise ArgumentError(expected(op, name, got, "None with layer_type 'encoder'"))
+            want_no_encoder(op, "a tensor", encoder_output=encoder_output, enc_dec_attn_mask=enc_dec_attn_mask,
+                            enc_dec_attn_mask_type=enc_dec_attn_mask_type, enc_dec_window_size=enc_dec_window_size,
+                            enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, mlp = is_first_microbatch, self.layernorm_mlp

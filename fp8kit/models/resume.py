@@ -62,7 +62,8 @@ def identity(preset: Preset, corpus: Corpus, recipe: Recipe | None, label: str, 
     """What a training is, as strings by name: model, data, recipe, kind of device, seed. It is what a file is checked for, not all that
     bits depend on: number of threads, deterministic kernels, engine and versions of libraries are the user's to keep the same."""
     digest = hashlib.sha256(corpus.train.tobytes() + b"|" + corpus.validation.tobytes()).hexdigest()
-    said = {f"preset.{name}": repr(value) for name, value in dataclasses.asdict(preset).items() if name != "judged"}  # is the demo's
+    compared = {each.name for each in dataclasses.fields(preset) if each.compare}
+    said = {f"preset.{name}": repr(value) for name, value in dataclasses.asdict(preset).items() if name in compared}
     return said | {"label": label, "recipe": repr(recipe), "device": device.kind, "seed": str(seed), "corpus": digest}
 
 

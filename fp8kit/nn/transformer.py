@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from fp8kit.arguments import choice, flag, integer, number, shown
+from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import known_options, sequence_starts
+from fp8kit.layers import known_options, sequence_starts, want_no_encoder
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec
@@ -150,12 +150,9 @@ class TransformerLayer(Module):
         if self.inter_attention is not None and encoder_output is None:
             raise ArgumentError(expected(op, "encoder_output", None, "an array with layer_type 'decoder'"))
         if self.inter_attention is None:
-            for name, value in {"encoder_output": encoder_output, "enc_dec_attn_mask": enc_dec_attn_mask,
-                                "enc_dec_attn_mask_type": enc_dec_attn_mask_type, "enc_dec_window_size": enc_dec_window_size,
-                                "enc_dec_bottom_right_diagonal": enc_dec_bottom_right_diagonal}.items():
-                if value is not None:
-                    got = "an array" if name in ("encoder_output", "enc_dec_attn_mask") else shown(value)
-                    raise ArgumentError(expected(op, name, got, "None with layer_type 'encoder'"))
+            want_no_encoder(op, "an array", encoder_output=encoder_output, enc_dec_attn_mask=enc_dec_attn_mask,
+                            enc_dec_attn_mask_type=enc_dec_attn_mask_type, enc_dec_window_size=enc_dec_window_size,
+                            enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
         own = {**options, "attention_mask": attention_mask, "attn_mask_type": self_attn_mask_type, "window_size": window_size,
                "bottom_right_diagonal": bottom_right_diagonal, "inference_params": inference_params}
         first, attention, mlp = is_first_microbatch, self.self_attention, self.layernorm_mlp

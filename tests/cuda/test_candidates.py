@@ -96,25 +96,25 @@ class Library:
         ctypes.c_int.from_address(numbers[7] + 72).value = self.states.get(self.asked[-1], 0)
 
 
-def product(library: Library) -> candidates.Product:
-    return candidates.Product(library, 1, 2, (3, 4, 5), 1000, 16, (library.cuBLASLtError,))
+def search(library: Library) -> candidates.Search:
+    return candidates.Search(library, 1, 2, (3, 4, 5), 1000, 16, (library.cuBLASLtError,))
 
 
 def test_the_heuristic_is_told_the_limits() -> None:
     library = Library([algorithm(20, 3, 1)], {})
-    assert product(library).proposed() == library.results
+    assert search(library).proposed() == library.results
     # MAX_WORKSPACE_BYTES, REDUCTION_SCHEME_MASK (COMPUTE_TYPE), MIN_ALIGNMENT of A, B, C and D
     assert library.preferences == [(1, 1000), (3, 2), (5, 16), (6, 16), (7, 16), (8, 16)]
-    assert product(Library([], {})).proposed() == []
+    assert search(Library([], {})).proposed() == []
 
 
 def test_relatives_have_other_options_or_are_turned() -> None:
     proposed = [algorithm(20, 3, 1)]
     every = [algorithm(tile, cluster, option) for tile, cluster in ((20, 3), (30, 5)) for option in range(4)]
     library = Library(proposed, dict.fromkeys(every, 1000))
-    assert product(library).relatives(proposed) == [one for one in every if one != proposed[0]]
+    assert search(library).relatives(proposed) == [one for one in every if one != proposed[0]]
     library.missing = 2  # an option that cannot be set
-    assert product(library).relatives(proposed) == [one for one in every if one != proposed[0] and one[8] != 2]
+    assert search(library).relatives(proposed) == [one for one in every if one != proposed[0] and one[8] != 2]
 
 
 def test_what_does_not_do_the_product_is_none() -> None:
@@ -122,7 +122,7 @@ def test_what_does_not_do_the_product_is_none() -> None:
     library = Library(proposed, {good: 1000, algorithm(20, 3, 0): 1001, algorithm(20, 3, 2): 0, algorithm(20, 3, 3): 0})
     library.alignments[algorithm(20, 3, 2)] = 32  # the product's arrays lie at multiples of 16
     library.states[algorithm(20, 3, 3)] = 15
-    assert product(library).relatives(proposed) == [good]
+    assert search(library).relatives(proposed) == [good]
     assert len(library.asked) == 7
 
 
@@ -130,14 +130,14 @@ def test_what_has_no_tile_has_no_relatives() -> None:
     proposed = [algorithm(20, 3, 1), algorithm(30, 5, 0)]
     library = Library(proposed, {algorithm(20, 3, 2): 0})
     library.strange = {proposed[1]}
-    assert product(library).relatives(proposed) == [algorithm(20, 3, 2)]
+    assert search(library).relatives(proposed) == [algorithm(20, 3, 2)]
 
 
 def test_each_is_asked_for_once() -> None:
     """Two proposals that are each other turned have the same relatives; a tile that is no rectangle with a turned one has itself."""
     proposed = [algorithm(20, 3, 1), algorithm(30, 5, 0), algorithm(5, 2, 0), algorithm(0, 2, 0), algorithm(77, 9, 0)]
     library = Library(proposed, dict.fromkeys([algorithm(20, 3, 0), algorithm(30, 5, 1), algorithm(77, 9, 3)], 0))
-    assert product(library).relatives(proposed) == list(library.good)
+    assert search(library).relatives(proposed) == list(library.good)
     assert len(library.asked) == len(set(library.asked))
     assert {one[:8] for one in library.asked} == {one[:8] for one in proposed}
 

@@ -24,7 +24,7 @@ _OPTION_MAX, _MIN_ALIGNMENTS = 7, (16, 17, 18, 19)
 _IN_COMPUTE_TYPE = 2  # a split contraction is summed in float32, never in the output's type: every output is rounded once
 
 
-class Product:
+class Search:
     """What cuBLASLt is asked about: its library, a handle, the descriptor and layouts (A, B, D) of a product, limits in bytes."""
 
     def __init__(self, lt: Any, handle: int, description: int, layouts: tuple[int, ...], workspace: int, alignment: int,

@@ -148,9 +148,9 @@ class Plan:
         try:
             with launch.current_device(device_index):
                 self._describe()
-                self._product = candidates.Product(self._lt, self._handle, self._description, self._layouts, key.workspace, key.alignment,
-                                                   self._refusals)
-                self._hold(self._product.proposed())
+                self._search = candidates.Search(self._lt, self._handle, self._description, self._layouts, key.workspace, key.alignment,
+                                                 self._refusals)
+                self._hold(self._search.proposed())
         except self._refusals as error:
             raise self.error(error) from error
         if not self._held:
@@ -208,7 +208,7 @@ class Plan:
         """Let the relatives of the heuristic's candidates be candidates, too (``candidates``)."""
         with self._lock, launch.current_device(self.device):
             if not self._wide:
-                self._hold(self._product.relatives([held.raw for held in self._held]))
+                self._hold(self._search.relatives([held.raw for held in self._held]))
             self._wide = True
 
     def choose(self, index: int) -> None:
@@ -220,7 +220,7 @@ class Plan:
     def take(self, algorithm: bytes) -> bool:
         """Take what another plan had ``chosen`` for this product; whether cuBLASLt accepts it."""
         with self._lock, launch.current_device(self.device):
-            accepted = len(algorithm) == candidates.SIZE and self._product.accepts(algorithm)
+            accepted = len(algorithm) == candidates.SIZE and self._search.accepts(algorithm)
             if accepted:
                 self._hold([algorithm])
                 self.choose(self.algorithms - 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fp8kit_torch import parallel_cross_entropy
 
-from fp8kit.errors import Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, Fp8kitError, ShapeError
 from fp8kit.testing.compare import assert_close, sum_slack
 
 B, S, V = 3, 5, 37
@@ -52,5 +52,5 @@ def test_old_names_other_layouts_and_refusals():
         parallel_cross_entropy(x, target, 1.5)
     with pytest.raises(ShapeError, match="inp"):
         parallel_cross_entropy(None, target)
-    with pytest.raises(NotImplementedError, match="dist_process_group: got 'all', expected None or a group of one process"):
+    with pytest.raises(ArgumentError, match="dist_process_group: got 'all', expected None or a group of one process"):
         parallel_cross_entropy(x, target, dist_process_group="all")
