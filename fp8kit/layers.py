@@ -51,6 +51,8 @@ CORE_OPTIONS = (
     "core_attention_bias_type", "core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
     "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "fast_zero_fill", "pad_between_seqs",
 )  # fmt: skip
+ACROSS = {"enc_dec_attn_mask_type": "no_mask"}  # what an encoder's constructor takes of the attention across, where that is not None
+_NOTHING: Mapping[str, Any] = {}
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 PARTS = {"qkv_layer": "qkv", "query_layer": "q", "kv_layer": "kv", "key_layer": "k", "value_layer": "v"}  # layer -> what is in it
 LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}  # what is a layer of its own
@@ -104,13 +106,14 @@ def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
     return None if cache is None else cache.cu_seqlens_q
 
 
-def want_no_encoder(operation: str, array: str, **given: Any) -> None:
-    """ArgumentError for what is about an encoder's output, in the call of a layer that has no attention across. ``array``: what the door
-    calls one."""
+def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTHING, **given: Any) -> None:
+    """ArgumentError for what is about an encoder's output, in the constructor or the call of a layer that has no attention across: for all
+    that is not ``usual``, None where that has no value. ``array``: what the door calls one."""
     for name, value in given.items():
-        if value is not None:
+        wanted = usual.get(name)
+        if value is not wanted and not (isinstance(value, str) and value == wanted):
             got = array if hasattr(value, "shape") else shown(value)
-            raise ArgumentError(expected(operation, name, got, "None with layer_type 'encoder'"))
+            raise ArgumentError(expected(operation, name, got, f"{wanted!r} with layer_type 'encoder'"))
 
 
 def known_options(operation: str, given: Iterable[str]) -> None:

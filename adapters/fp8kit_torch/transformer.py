@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import known_options, sequence_starts, want_no_encoder
+from fp8kit.layers import ACROSS, known_options, sequence_starts, want_no_encoder
 from fp8kit.ops.values import check_sequences
 from fp8kit_torch.apply import rehearse, run
 from fp8kit_torch.arguments import CONSTRUCTOR, brings, positive, refuse, want_input, want_like
@@ -59,7 +59,8 @@ class TransformerLayer(Watched):
     * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``rotary_pos_interleaved``, ``qk_norm_type``,
       ``qk_norm_eps``, ``qk_norm_before_rope``: as ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
     * ``layer_type``: "encoder", or "decoder": e is ``encoder_output``, and ``enc_dec_attn_mask_type``, ``enc_dec_window_size``,
-      ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd", where nothing says how e's sequences lie.
+      ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd", where nothing says how e's sequences lie. An encoder
+      takes these three at their defaults only, ArgumentError otherwise: Transformer Engine ignores them.
     * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the self
       attention's input is left out (its residual starts at x then), and one of the layer's output added (child ``layernorm``).
     * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of these two, for encoders.
@@ -94,6 +95,9 @@ class TransformerLayer(Watched):
         decoder = layer_type == "decoder"
         if decoder and attn_input_format == "thd":
             raise ArgumentError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
+        if not decoder:
+            want_no_encoder(op, "a tensor", ACROSS, enc_dec_attn_mask_type=enc_dec_attn_mask_type, enc_dec_window_size=enc_dec_window_size,
+                            enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
         alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
                  "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False)}
         for argument, (value, usual) in alone.items():
