@@ -16,15 +16,15 @@ from fp8kit.errors import ArgumentError, AutogradError, ShapeError, expected
 
 _GROUP = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None}
 _OVERLAP = {"ub_overlap_ag": False, "ub_overlap_rs": False, "ub_overlap_rs_dgrad": False, "ub_bulk_dgrad": False, "ub_bulk_wgrad": False}
-_WEIGHT = _GROUP | _OVERLAP | {"ub_name": None, "delay_wgrad_compute": False, "symmetric_ar_type": None}
+_WEIGHT = _GROUP | _OVERLAP | {"delay_wgrad_compute": False, "symmetric_ar_type": None}
 _WHOLE = _GROUP | {"set_parallel_mode": False}
 
 # constructor -> its arguments
 CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "Linear": _WEIGHT | {"rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
+    "Linear": _WEIGHT | {"ub_name": None, "rng_tracker_name": None, "parallel_mode": None, "save_original_input": False},
     "LayerNorm": {"sequence_parallel": None, "dtype": None},
     "RMSNorm": {"sequence_parallel": None, "dtype": None},
-    "LayerNormLinear": _WEIGHT | {"parallel_mode": None, "return_layernorm_output_gathered": False},
+    "LayerNormLinear": _WEIGHT | {"ub_name": None, "parallel_mode": None, "return_layernorm_output_gathered": False},
     "LayerNormMLP": _WEIGHT | {"set_parallel_mode": False, "return_layernorm_output_gathered": False},
     "DotProductAttention": _GROUP | {
         "return_max_logit": False, "cp_group": None, "cp_global_ranks": None, "cp_stream": None, "cp_comm_type": "p2p",
@@ -46,11 +46,14 @@ FORWARD: dict[str, dict[str, Any]] = {
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-# what a layer's forward hands to the core attention as it is, beside its own arguments
-CORE_OPTIONS = (
-    "core_attention_bias_type", "core_attention_bias", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "fast_zero_fill", "pad_between_seqs",
-)  # fmt: skip
+# what a layer's forward hands to the core attention as it is, beside its own arguments -> its default
+CORE_OPTIONS: dict[str, Any] = {
+    "core_attention_bias_type": "no_bias", "core_attention_bias": None, "alibi_slopes": None, "cu_seqlens_q": None, "cu_seqlens_kv": None,
+    "cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None, "max_seqlen_q": None, "max_seqlen_kv": None, "fast_zero_fill": True,
+    "pad_between_seqs": None,
+}  # fmt: skip
+ACROSS = {"enc_dec_attn_mask_type": "no_mask"}  # what an encoder's constructor takes of the attention across, where that is not None
+_NOTHING: Mapping[str, Any] = {}
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 PARTS = {"qkv_layer": "qkv", "query_layer": "q", "kv_layer": "kv", "key_layer": "k", "value_layer": "v"}  # layer -> what is in it
 LAYERS = {"q": "query_layer", "k": "key_layer", "v": "value_layer"}  # what is a layer of its own
@@ -104,13 +107,14 @@ def sequence_starts(beside: Mapping[str, Any], cache: Any) -> Any:
     return None if cache is None else cache.cu_seqlens_q
 
 
-def want_no_encoder(operation: str, array: str, **given: Any) -> None:
-    """ArgumentError for what is about an encoder's output, in the call of a layer that has no attention across. ``array``: what the door
-    calls one."""
+def want_no_encoder(operation: str, array: str, usual: Mapping[str, Any] = _NOTHING, **given: Any) -> None:
+    """ArgumentError for what is about an encoder's output, in the constructor or the call of a layer that has no attention across: for all
+    that is not ``usual``, None where that has no value. ``array``: what the door calls one."""
     for name, value in given.items():
-        if value is not None:
+        wanted = usual.get(name)
+        if value is not wanted and not (isinstance(value, str) and value == wanted):
             got = array if hasattr(value, "shape") else shown(value)
-            raise ArgumentError(expected(operation, name, got, "None with layer_type 'encoder'"))
+            raise ArgumentError(expected(operation, name, got, f"{wanted!r} with layer_type 'encoder'"))
 
 
 def known_options(operation: str, given: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """The PyTorch door of fp8kit: modules under Transformer Engine's names, on torch tensors, autograd and ``torch.compile``."""
 
+import sys as _sys
 from typing import Any
 
 from fp8kit import errors as _errors
@@ -48,7 +49,7 @@ from fp8kit_torch.recompute import checkpoint, checkpoint_contexts
 from fp8kit_torch.rng import CudaRNGStatesTracker
 from fp8kit_torch.rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from fp8kit_torch.te_later import get_cpu_offload_context, mark_not_offload, missing, onnx_export
-from fp8kit_torch.te_names import as_transformer_engine
+from fp8kit_torch.te_names import as_transformer_engine, modules_within
 from fp8kit_torch.transformer import TransformerLayer
 from fp8kit_torch.views import as_view, dtype_of, empty_like_metas
 
@@ -115,6 +116,9 @@ __all__ = [
     "recipe",
     "revert",
 ]
+
+
+_within = modules_within(_sys.modules[__name__])
 
 
 def __getattr__(name: str) -> Any:

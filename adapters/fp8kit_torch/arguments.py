@@ -11,18 +11,21 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
-from fp8kit.layers import CONSTRUCTOR, FORWARD
+from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS, FORWARD
 from fp8kit_torch.checks import shown, tensor
 
 _FLOATS = ("float32", "bfloat16", "float16")  # what a layer computes in
 
 
 def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """TypeError for arguments that are not in ``table``, NotImplementedError for values that are not the supported one."""
-    for name in given:
-        if name not in table:
-            raise TypeError(f"{operation}: unexpected argument {name!r}")
-    only(operation, {name: (value, table[name]) for name, value in given.items()})
+    """NotImplementedError for arguments of ``table``, name -> the one supported value, that have another one. ``given``: all arguments of
+    the call by name, its ``locals()`` say."""
+    only(operation, {name: (given[name], supported) for name, supported in table.items()})
+
+
+def options_of(*given: Any) -> dict[str, Any]:
+    """Of the core attention's options, ``given`` in the order of ``CORE_OPTIONS``, those that are not as usual."""
+    return {name: value for (name, usual), value in zip(CORE_OPTIONS.items(), given, strict=True) if value is not usual}
 
 
 def only(operation: str, supported: Mapping[str, tuple[Any, Any]]) -> None:
@@ -125,5 +128,5 @@ def want_input(operation: str, argument: str, value: Any, features: int, qkv_for
     return value
 
 
-__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "dtype_name", "not_compiled", "only", "positive", "refuse",
-           "unlike_devices", "unlike_dtypes", "want_input", "want_like", "want_parameters", "want_plain"]
+__all__ = ["CONSTRUCTOR", "FORWARD", "autocast_dtype", "brings", "dtype_name", "not_compiled", "only", "options_of", "positive",
+           "refuse", "unlike_devices", "unlike_dtypes", "want_input", "want_like", "want_parameters", "want_plain"]

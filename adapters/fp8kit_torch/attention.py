@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected, on_behalf_of
-from fp8kit.layers import LAYERS, PARTS, QK_NORMS, Ahead, known_options, layout_of, normed_and_turned, pair_of, projected, turning
+from fp8kit.layers import LAYERS, PARTS, QK_NORMS, Ahead, layout_of, normed_and_turned, pair_of, projected, turning
 from fp8kit_torch.apply import rehearse, run
-from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, brings, positive, refuse, want_input, want_like
+from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, brings, options_of, positive, refuse, want_input, want_like
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention, one_of
 from fp8kit_torch.inference import InferenceParams
@@ -54,18 +54,20 @@ class MultiheadAttention(Watched):
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: int | None = None, attention_dropout: float = 0.1,
                  layernorm_epsilon: float = 1e-5, init_method: Init | None = None, output_layer_init_method: Init | None = None,
                  layer_number: int | None = None, attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
-                 bottom_right_diagonal: bool | None = None, *, num_gqa_groups: int | None = None, fuse_wgrad_accumulation: bool = False,
+                 bottom_right_diagonal: bool | None = None, tp_group: Any = None, tp_size: int = 1, num_gqa_groups: int | None = None,
+                 fuse_wgrad_accumulation: bool = False, get_rng_state_tracker: Any = None, sequence_parallel: bool = False,
                  params_dtype: torch.dtype | None = None, return_bias: bool = False, return_layernorm_output: bool = False,
-                 input_layernorm: bool = False, attention_type: str = "self", fuse_qkv_params: bool = False,
-                 zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, rotary_pos_interleaved: bool = False,
-                 bias: bool = True, normalization: str = "LayerNorm", device: Any = None, qkv_format: str = "sbhd",
-                 name: str | None = None, softmax_type: str = "vanilla", qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6,
-                 qk_norm_before_rope: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
-                 **other: Any) -> None:
+                 input_layernorm: bool = False, attention_type: str = "self", set_parallel_mode: bool = False,
+                 fuse_qkv_params: bool = False, zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True,
+                 rotary_pos_interleaved: bool = False, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
+                 ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, bias: bool = True,
+                 normalization: str = "LayerNorm", device: Any = None, qkv_format: str = "sbhd", name: str | None = None,
+                 qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
+                 seq_length: int | None = None, micro_batch_size: int | None = None, softmax_type: str = "vanilla") -> None:
         op = "MultiheadAttention"
         check(op, CONSTRUCTED, locals())
         super().__init__()
-        refuse(op, CONSTRUCTOR[op], other)
+        refuse(op, CONSTRUCTOR[op], locals())
         positive(op, hidden_size=hidden_size, num_attention_heads=num_attention_heads)
         positive(op, **{n: v for n, v in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)) if v is not None})
         if kv_channels is None and hidden_size % num_attention_heads:
@@ -115,8 +117,12 @@ class MultiheadAttention(Watched):
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, encoder_output: Tensor | None = None,
                 attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
                 is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
-                inference_params: InferenceParams | None = None,
-                rotary_pos_emb: Any = None, *, part: Mapping[str, Any] | None = None, **options: Any) -> Any:
+                inference_params: InferenceParams | None = None, rotary_pos_emb: Any = None, core_attention_bias_type: str = "no_bias",
+                core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+                cu_seqlens_kv: Tensor | None = None, cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+                max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
+                pad_between_seqs: bool | None = None, *,
+                part: Mapping[str, Any] | None = None) -> Any:
         """Attend.
 
         * ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd". ``encoder_output``: likewise, with "cross" and only
@@ -125,7 +131,7 @@ class MultiheadAttention(Watched):
         * ``inference_params``: handed to the core attention; its ``rope_starts(batch)``, int32 (b,), are the positions at which
           ``rotary_pos_emb`` starts, its ``cu_seqlens_q``, int32 (b + 1,), the lengths of "thd".
         * ``rotary_pos_emb``: angles from ``RotaryPositionEmbedding``, or a pair of them for queries and keys, which are turned by them.
-        * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the other ``options`` of ``DotProductAttention.forward``: as there.
+        * ``attention_mask``, ``attn_mask_type``, ``cu_seqlens_q`` and the others of ``DotProductAttention.forward``: as there.
 
         Returns y like ``hidden_states``, or a tuple (y, bias where ``return_bias``, norm(x) where ``return_layernorm_output``). ``part``:
         for the layer that this is a part of, see ``branch``.
@@ -133,7 +139,8 @@ class MultiheadAttention(Watched):
         if part is not None:  # the layer that this is a part of calls, so that hooks run; it has asked for what is asked here
             return self.branch(hidden_states, is_first_microbatch, **part)
         op = "MultiheadAttention"
-        known_options(op, options)
+        options = options_of(core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
+                             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs)
         if not torch.compiler.is_compiling():
             check(op, CALLED, locals() | options)
         x = want_input(op, "hidden_states", hidden_states, self.proj.out_features, self.core_attention.qkv_format)

@@ -57,21 +57,21 @@ class DotProductAttention(ParameterModule):
       exp(softmax_offset[h]) does, a float32 parameter (h,) that starts at 0. ``device``: where that lies.
     * ``layer_number``: the layer's place in ``inference_params``. ``name``: kept, for the user.
 
-    ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit_torch.arguments``).
+    Other arguments are Transformer Engine's, at their defaults only (``fp8kit.layers.CONSTRUCTOR``).
     """
 
     def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None,
                  attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
                  window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, sequence_parallel: bool = False,
                  tp_size: int = 1, get_rng_state_tracker: Any = None, tp_group: Any = None, layer_number: int | None = None,
-                 attention_type: str = "self", *, softmax_scale: float | None = None, softmax_type: str = "vanilla",
-                 name: str | None = None, device: Any = None, **other: Any) -> None:
+                 attention_type: str = "self", cp_group: Any = None, cp_global_ranks: Any = None, cp_stream: Any = None,
+                 cp_comm_type: str = "p2p", softmax_scale: float | None = None, softmax_type: str = "vanilla",
+                 return_max_logit: bool = False, name: str | None = None, *, device: Any = None) -> None:
         op = "DotProductAttention"
         check(op, CONSTRUCTED, locals())
         channels(op, "kv_channels", kv_channels)
         super().__init__()
-        refuse(op, CONSTRUCTOR[op], {"sequence_parallel": sequence_parallel, "tp_size": tp_size, "tp_group": tp_group,
-                                     "get_rng_state_tracker": get_rng_state_tracker, **other})
+        refuse(op, CONSTRUCTOR[op], locals())
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if num_attention_heads % groups:
             raise ArgumentError(expected(op, "num_gqa_groups", groups, f"a divisor of {num_attention_heads} heads"))
@@ -91,9 +91,10 @@ class DotProductAttention(ParameterModule):
                 window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
                 checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
                 core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, fast_zero_fill: bool = True,
-                inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None, *, qkv_layer: Tensor | None = None,
-                kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3, settled: Settled | None = None,
-                **other: Any) -> Tensor:
+                inference_params: InferenceParams | None = None, pad_between_seqs: bool | None = None, fp8_output: bool = False,
+                bf16_backward: bool = False, num_splits: int = 1, score_mod: Any = None, score_mod_bprop: Any = None,
+                score_mod_tensors: Any = None, score_mod_bprop_tensors: Any = None, qkv_layer: Tensor | None = None,
+                kv_layer: Tensor | None = None, qkv_interleave_dim: int = -3, *, settled: Settled | None = None) -> Tensor:
         """Attend. Arguments that have a twin in the constructor override it.
 
         * ``query_layer`` h (s_q, b, h, d), ``key_layer`` (s_kv, b, g, d), ``value_layer`` (s_kv, b, g, d_v); with "bshd" b comes first,
@@ -113,12 +114,18 @@ class DotProductAttention(ParameterModule):
         * ``inference_params``: the layers are the new tokens of a step that was announced to it, and attend over their whole sequences.
           The step says the lengths, so cu_seqlens and padding masks are not given (but "thd"'s ``cu_seqlens_q_padded``). No bias array, no
           "arbitrary" mask, no cross attention, no gradient.
+        * ``fp8_output``, ``bf16_backward``, ``num_splits``, ``score_mod`` and its like: at their defaults only.
         * ``settled``: what ``settle`` said of these options, where it was asked before the layers were there; else this asks.
 
         Returns (s_q, b, h d_v), (b, s_q, h d_v) or (t, h d_v), rows beyond the true length 0. Raises Fp8kitError kinds.
         """
         op = "DotProductAttention"
-        refuse(op, FORWARD[op], other)
+        if settled is None:
+            refuse(op, FORWARD[op], {
+                "fp8_output": fp8_output, "bf16_backward": bf16_backward, "num_splits": num_splits, "score_mod": score_mod,
+                "score_mod_bprop": score_mod_bprop, "score_mod_tensors": score_mod_tensors,
+                "score_mod_bprop_tensors": score_mod_bprop_tensors,
+            })  # fmt: skip
         if settled is None and not torch.compiler.is_compiling():
             check(op, CALLED, locals())
         options: dict[str, Any] = {}

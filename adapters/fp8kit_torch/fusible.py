@@ -23,8 +23,7 @@ from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.specs import spec_for
 
 L2Normalization, Identity = norm.L2Normalization, torch.nn.Identity
-_PARALLEL = {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False, "rng_state_tracker_function": None,
-             "userbuffers_options": None}
+_PARALLEL = {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": False, "rng_state_tracker_function": None}
 
 
 def _start(weight: Tensor) -> None:
@@ -40,21 +39,26 @@ class BasicOperation(torch.nn.Module):
 
 class Linear(linear.Linear):
     """y = x W^T + b: ``fp8kit_torch.Linear`` whose ``weight`` starts as torch's does. ``accumulate_into_main_grad``: its
-    ``fuse_wgrad_accumulation``. ``other``: tensor parallelism, at its defaults."""
+    ``fuse_wgrad_accumulation``. Others: tensor parallelism, at its defaults only."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None,
-                 accumulate_into_main_grad: bool = False, **other: Any) -> None:
+                 tensor_parallel_mode: str | None = None, tensor_parallel_group: Any = None, sequence_parallel: bool = False,
+                 rng_state_tracker_function: Any = None, accumulate_into_main_grad: bool = False) -> None:
         check("ops.Linear", CONSTRUCTED, locals())
-        refuse("ops.Linear", _PARALLEL, other)
+        refuse("ops.Linear", _PARALLEL, locals())
         super().__init__(in_features, out_features, bias=bias, device=device, params_dtype=dtype, init_method=_start,
                          fuse_wgrad_accumulation=accumulate_into_main_grad)
 
 
 class BasicLinear(Linear):
-    """y = x W^T."""
+    """y = x W^T. Arguments as ``Linear``; ``userbuffers_options``: None only."""
 
-    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        super().__init__(in_features, out_features, bias=False, **options)
+    def __init__(self, in_features: int, out_features: int, *, device: Any = None, dtype: torch.dtype | None = None,
+                 tensor_parallel_mode: str | None = None, tensor_parallel_group: Any = None, sequence_parallel: bool = False,
+                 rng_state_tracker_function: Any = None, accumulate_into_main_grad: bool = False, userbuffers_options: Any = None) -> None:
+        refuse("ops.BasicLinear", _PARALLEL | {"userbuffers_options": None}, locals())
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype,
+                         accumulate_into_main_grad=accumulate_into_main_grad)
 
 
 class Bias(ParameterModule):
@@ -125,8 +129,9 @@ class ClampedSwiGLU(_Activation):
 
     activation = "clamped_swiglu"
 
-    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, **other: Any) -> None:
-        super().__init__(**other)
+    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0,
+                 cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
         self.params = (float(limit), float(alpha), float(glu_linear_offset))
 
 

@@ -19,7 +19,7 @@ from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import ArgumentError, BackendError, RecipeError, expected
 from fp8kit.recipe import DelayedScaling, Recipe
-from fp8kit_torch.arguments import only
+from fp8kit_torch.arguments import only, refuse
 from fp8kit_torch.autocast import autocast
 from fp8kit_torch.checks import check, named, optional
 from fp8kit_torch.module import TransformerEngineBaseModule
@@ -33,8 +33,10 @@ def make_graphed_callables(
     allow_unused_input: bool = False, sample_kwargs: Any = None, fp8_enabled: bool | None = None, fp8_calibrating: bool | None = None,
     fp8_recipe: Recipe | None = None,
     fp8_group: object = None, fp8_weight_caching: bool | None = None, enabled: bool | None = None, calibrating: bool | None = None,
-    recipe: Recipe | None = None, amax_reduction_group: object = None, cache_quantized_params: bool | None = None, pool: Any = None,
-    **other: Any,
+    recipe: Recipe | None = None, amax_reduction_group: object = None, cache_quantized_params: bool | None = None, _order: Any = None,
+    _num_layers_per_chunk: Any = None, pool: Any = None, retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False, clone_param_grads_on_return: bool = True, pre_warmup_hook: Any = None,
+    post_warmup_hook: Any = None, capture_time_hooks: Any = None,
 ) -> Any:
     """The same modules, whose forward from now on replays a graph captured with ``sample_args``; a tuple for a tuple.
 
@@ -44,17 +46,16 @@ def make_graphed_callables(
     * ``num_warmup_iters``, ``allow_unused_input``, ``pool``: torch's.
     * ``enabled``, ``calibrating``, ``recipe``: the autocast that is captured; ``fp8_enabled`` and so on are their
       deprecated names. Call a graphed module within an autocast of the same recipe; outside of any, its scales are updated at once.
-    * ``amax_reduction_group``, ``cache_quantized_params``, their deprecated names, and ``other``: at their defaults only.
+    * ``amax_reduction_group``, ``cache_quantized_params``, their deprecated names, and all others: at their defaults only.
 
     Capture changes no parameter, gradient or FP8 state. Do not change the recipe's history length, or move or convert the modules,
     afterwards: a graph reads memory by address. BackendError without a CUDA device.
     """
-    op = "make_graphed_callables"
+    op, asked = "make_graphed_callables", locals()
     check(op, {**named(optional(flag), "fp8_enabled fp8_calibrating enabled calibrating fp8_weight_caching cache_quantized_params"),
-               "num_warmup_iters": integer, "allow_unused_input": flag}, locals())
-    neutral = {"sample_kwargs": (sample_kwargs, None), "amax_reduction_group": (amax_reduction_group, None), "fp8_group": (fp8_group, None),
-               "cache_quantized_params": (bool(cache_quantized_params), False), "fp8_weight_caching": (bool(fp8_weight_caching), False)}
-    only(op, neutral | {name: (value, _OTHER.get(name, _UNKNOWN)) for name, value in other.items()})
+               "num_warmup_iters": integer, "allow_unused_input": flag}, asked)
+    refuse(op, _NEUTRAL, asked)
+    only(op, {"cache_quantized_params": (bool(cache_quantized_params), False), "fp8_weight_caching": (bool(fp8_weight_caching), False)})
     given = modules if isinstance(modules, tuple) else (modules,)
     samples = sample_args if isinstance(modules, tuple) else (sample_args,)
     for module in given:
@@ -86,11 +87,11 @@ def make_graphed_callables(
     return modules
 
 
-_UNKNOWN = object()
-_OTHER: dict[str, Any] = {
-    "_order": None, "_num_layers_per_chunk": None, "retain_graph_in_backward": False, "_reuse_graph_input_output_buffers": False,
-    "clone_param_grads_on_return": True, "pre_warmup_hook": None, "post_warmup_hook": None, "capture_time_hooks": None,
-}
+_NEUTRAL: dict[str, Any] = {
+    "sample_kwargs": None, "amax_reduction_group": None, "fp8_group": None, "_order": None, "_num_layers_per_chunk": None,
+    "retain_graph_in_backward": False, "_reuse_graph_input_output_buffers": False, "clone_param_grads_on_return": True,
+    "pre_warmup_hook": None, "post_warmup_hook": None, "capture_time_hooks": None,
+}  # fmt: skip
 
 
 def _either(op: str, name: str, value: Any, old: Any) -> Any:

@@ -31,9 +31,11 @@ from fp8kit_torch.specs import layer_spec, layer_text
 from fp8kit_torch.texts import encode
 from fp8kit_torch.views import kind_of
 
-_CONSTRUCTOR = arguments.CONSTRUCTOR["Linear"] | {
-    "single_grouped_weight": False, "single_grouped_bias": False, "use_grouped_tensor": None,
-}
+CONSTRUCTOR = {
+    "sequence_parallel": False, "tp_group": None, "tp_size": 1, "get_rng_state_tracker": None, "rng_tracker_name": None,
+    "parallel_mode": None, "ub_overlap_rs": False, "ub_overlap_ag": False, "ub_name": None, "delay_wgrad_compute": False,
+    "save_original_input": False, "single_grouped_weight": False, "single_grouped_bias": False, "use_grouped_tensor": None,
+}  # fmt: skip
 _FORWARD = {"out": None, "dgrad_out": None}
 
 
@@ -45,7 +47,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     * ``return_bias``: return (y without bias, the list of biases) instead.
     * ``params_dtype``: float32, bfloat16 or float16; None is torch's default. ``device``: None is the default device.
     * ``fuse_wgrad_accumulation``: the weights' gradients go into their ``main_grad``.
-    * ``name``: kept, for the user. ``other``: Transformer Engine's further arguments, at their defaults; NotImplementedError otherwise.
+    * ``name``: kept, for the user. Others: Transformer Engine's, at their defaults only; NotImplementedError otherwise.
 
     Parameters ``weight0`` ... ``weight{N-1}`` (M, K) and ``bias0`` ... (M,). Under ``autocast`` the three GEMMs of each group run in FP8,
     each with scales of its own; a group without rows runs none, and its scales do not age. Within ``torch.compile`` the numbers of rows are
@@ -55,13 +57,17 @@ class GroupedLinear(TransformerEngineBaseModule):
     operation = "linear"
 
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, *, init_method: Init | None = None, bias: bool = True,
-        return_bias: bool = False, params_dtype: torch.dtype | None = None, device: Any = None, fuse_wgrad_accumulation: bool = False,
-        name: str | None = None, **other: Any,
+        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None, rng_tracker_name: str | None = None,
+        init_method: Init | None = None, bias: bool = True, return_bias: bool = False, params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None, device: Any = None, ub_overlap_rs: bool = False, ub_overlap_ag: bool = False,
+        ub_name: str | None = None, delay_wgrad_compute: bool = False, save_original_input: bool = False,
+        single_grouped_weight: bool = False, single_grouped_bias: bool = False, name: str | None = None,
+        use_grouped_tensor: bool | None = None,
     ) -> None:
         check("GroupedLinear", CONSTRUCTED, locals())
         arguments.positive("GroupedLinear", num_gemms=num_gemms, in_features=in_features, out_features=out_features)
-        arguments.refuse("GroupedLinear", _CONSTRUCTOR, other)
+        arguments.refuse("GroupedLinear", CONSTRUCTOR, locals())
         super().__init__()
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias, self.name = bool(bias), bool(return_bias), name
@@ -83,13 +89,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         amaxes: Amaxes = [(FORWARD_SLOTS * i, amax_of(x)), (FORWARD_SLOTS * i + 1, amax_of(weight))]
         return row_of(amaxes, FORWARD_SLOTS * self.num_gemms)
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **other: Any) -> Any:
+    def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, out: Tensor | None = None,
+                dgrad_out: Tensor | None = None) -> Any:
         """``inp``: (..., K), whose rows are groups of ``m_splits`` (N ints) rows one after the other. ``is_first_microbatch``: None casts
-        the weights at each call; True casts and keeps them, False takes them.
+        the weights at each call; True casts and keeps them, False takes them. ``out``, ``dgrad_out``: None only.
 
         Returns (..., M), with ``return_bias`` also the list of biases. ShapeError where the rows are not those of ``m_splits``.
         """
-        arguments.refuse("GroupedLinear", _FORWARD, other)
+        arguments.refuse("GroupedLinear", _FORWARD, {"out": out, "dgrad_out": dgrad_out})
         if not torch.compiler.is_compiling():
             check("GroupedLinear", CALLED, locals())
         x, splits = want_input("GroupedLinear", "inp", inp, self.in_features), [int(rows) for rows in m_splits]

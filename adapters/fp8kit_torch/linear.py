@@ -97,7 +97,7 @@ class Linear(LinearBase):
       ``reset_parameters``.
     * ``parameters_split``: names, or names -> sizes, of parameters that W is split into along N: "query" gives ``query_weight``.
     * ``fuse_wgrad_accumulation``: the weight's gradient goes into ``weight.main_grad``, see ``main_grad``.
-    * ``name``: kept, for the user. ``other``: Transformer Engine's further arguments, at their defaults (``fp8kit_torch.arguments``).
+    * ``name``: kept, for the user. Others: Transformer Engine's, at their defaults only (``fp8kit.layers.CONSTRUCTOR``).
 
     x: (..., K); y: (..., N) in x's dtype. Under ``autocast`` the three GEMMs run in FP8 (any sizes; multiples of 16 need no padding).
     """
@@ -107,15 +107,13 @@ class Linear(LinearBase):
     def __init__(self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
                  tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None, rng_tracker_name: str | None = None,
                  init_method: Init | None = None, bias: bool = True, return_bias: bool = False, params_dtype: torch.dtype | None = None,
-                 parallel_mode: str | None = None, parameters_split: Any = None, device: Any = None, *, name: str | None = None,
-                 **other: Any) -> None:
+                 parallel_mode: str | None = None, parameters_split: Any = None, device: Any = None, ub_overlap_ag: bool = False,
+                 ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
+                 ub_name: str | None = None, delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
+                 save_original_input: bool = False, name: str | None = None) -> None:
         check("Linear", CONSTRUCTED, locals())
         super().__init__()
-        refuse("Linear", CONSTRUCTOR["Linear"], {
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "rng_tracker_name": rng_tracker_name, "parallel_mode": parallel_mode, **other,
-        })  # fmt: skip
+        refuse("Linear", CONSTRUCTOR["Linear"], locals())
         product = self._make(in_features, out_features, bias, return_bias, parameters_split, init_method, params_dtype, device,
                              fuse_wgrad_accumulation, name)
         self.set_spec(LinearSpec(product))

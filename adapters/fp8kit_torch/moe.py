@@ -21,7 +21,7 @@ _UNPERMUTED = CALLED | {"probs": CALLED["merging_probs"]}
 
 
 def moe_permute(
-    inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
+    inp: Tensor, routing_map: Tensor, num_out_tokens: int, max_token_num: int = -1, map_type: str = "mask"
 ) -> tuple[Tensor, Tensor]:
     """(rows sorted by expert, row_id_map). Within an expert, rows keep the order of their tokens.
 

@@ -12,7 +12,7 @@ from fp8kit.arguments import listed
 from fp8kit.errors import ArgumentError, ShapeError, expected
 from fp8kit.ops.norm import NormSpec
 from fp8kit_torch.apply import run
-from fp8kit_torch.arguments import CONSTRUCTOR, autocast_dtype, positive, refuse, want_input
+from fp8kit_torch.arguments import autocast_dtype, only, positive, want_input
 from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.parameters import ParameterModule, Watched
 from fp8kit_torch.reprs import described
@@ -36,12 +36,14 @@ class _Norm(ParameterModule):
 
     def __init__(self, normalized_shape: int | Sequence[int] | None = None, eps: float = 1e-5, sequence_parallel: bool | None = None,
                  params_dtype: torch.dtype | None = None, zero_centered_gamma: bool = False, hidden_size: int | None = None,
-                 device: Any = None, **other: Any) -> None:
+                 *, device: Any = None, dtype: torch.dtype | None = None, sm_margin: Any = 0) -> None:
         operation = type(self).__name__
         check(operation, CONSTRUCTED, {name: value for name, value in locals().items() if name != "hidden_size"})
         super().__init__()
-        given = None if sequence_parallel is False else sequence_parallel  # both say no
-        refuse(operation, CONSTRUCTOR[self.normalization], {"sequence_parallel": given, **other})
+        parallel = None if sequence_parallel is False else sequence_parallel  # both say no
+        only(operation, {"sequence_parallel": (parallel, None), "sm_margin": (sm_margin, 0)})
+        if params_dtype is not None and dtype is not None:
+            raise ArgumentError(expected(operation, "dtype", dtype, "None beside params_dtype, its other name"))
         if (normalized_shape is None) == (hidden_size is None):
             raise ArgumentError(expected(operation, "normalized_shape", normalized_shape, "one of normalized_shape and hidden_size"))
         extent: Any = hidden_size if normalized_shape is None else normalized_shape
@@ -54,7 +56,7 @@ class _Norm(ParameterModule):
         positive(operation, normalized_shape=shape[0])
         self._spec = NormSpec(shape[0], self.normalization, float(eps), bool(zero_centered_gamma))
         self._spec_text = encode(self._spec)
-        add_norm(self, "", self._spec, params_dtype, device)
+        add_norm(self, "", self._spec, dtype if params_dtype is None else params_dtype, device)
 
     def forward(self, inp: Tensor) -> Tensor:
         """``inp``: h (..., N), normalised over the last dimension. Returns the same shape and dtype."""
@@ -69,7 +71,8 @@ class _Norm(ParameterModule):
 class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016).
 
-    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters ``weight``, ``bias`` (N,).
+    ``normalized_shape`` or ``hidden_size``: N. ``zero_centered_gamma``: the factor is 1 + weight. Parameters ``weight``, ``bias`` (N,), in
+    ``params_dtype`` or ``dtype``, two names of one argument. ``sm_margin``: 0 only.
     """
 
     normalization = "LayerNorm"

@@ -35,14 +35,12 @@ class LayerNormLinear(LinearBase):
                  init_method: Init | None = None, bias: bool = True, normalization: str = "LayerNorm", return_bias: bool = False,
                  params_dtype: torch.dtype | None = None, parallel_mode: str | None = None, return_layernorm_output: bool = False,
                  return_layernorm_output_gathered: bool = False, parameters_split: Any = None, zero_centered_gamma: bool = False,
-                 device: Any = None, *, name: str | None = None, **other: Any) -> None:
+                 device: Any = None, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+                 ub_bulk_wgrad: bool = False, ub_bulk_dgrad: bool = False, ub_name: str | None = None, delay_wgrad_compute: bool = False,
+                 symmetric_ar_type: str | None = None, name: str | None = None) -> None:
         check("LayerNormLinear", CONSTRUCTED, locals())
         super().__init__()
-        refuse("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], {
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "parallel_mode": parallel_mode, "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
-        })  # fmt: skip
+        refuse("LayerNormLinear", CONSTRUCTOR["LayerNormLinear"], locals())
         positive("LayerNormLinear", in_features=in_features)
         norm = NormSpec(in_features, normalization, float(eps), bool(zero_centered_gamma))
         self.return_layernorm_output = bool(return_layernorm_output)

@@ -44,17 +44,15 @@ class LayerNormMLP(TransformerEngineBaseModule):
                  activation_params: Mapping[str, float] | None = None, output_layer_init_method: Init | None = None,
                  fuse_wgrad_accumulation: bool = False, params_dtype: torch.dtype | None = None, return_layernorm_output: bool = False,
                  return_layernorm_output_gathered: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
-                 set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Any = None, *, name: str | None = None,
-                 checkpoint: bool = False, **other: Any) -> None:
+                 set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Any = None, ub_overlap_ag: bool = False,
+                 name: str | None = None, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False,
+                 ub_bulk_wgrad: bool = False, delay_wgrad_compute: bool = False, symmetric_ar_type: str | None = None,
+                 checkpoint: bool = False) -> None:
         op = "LayerNormMLP"
         check(op, CONSTRUCTED, locals())
         super().__init__()
         # seq_length and micro_batch_size prepare kernels elsewhere: nothing depends on them here
-        refuse(op, CONSTRUCTOR[op], {
-            "sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size,
-            "get_rng_state_tracker": get_rng_state_tracker, "set_parallel_mode": set_parallel_mode,
-            "return_layernorm_output_gathered": return_layernorm_output_gathered, **other,
-        })  # fmt: skip
+        refuse(op, CONSTRUCTOR[op], locals())
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         numbers = activation_numbers(op, activation, activation_params)
         self.hidden_size, self.ffn_hidden_size, self.name, self.activation = hidden_size, ffn_hidden_size, name, activation

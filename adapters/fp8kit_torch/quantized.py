@@ -21,13 +21,15 @@ from torch.utils._pytree import tree_map
 
 from fp8kit.arguments import flag
 from fp8kit.backends.protocol import BLOCK
-from fp8kit.errors import RecipeError, expected
+from fp8kit.errors import ArgumentError, RecipeError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.product import ProductSpec
 from fp8kit.ops.quant import Fp8, Quant, fp8_from_recipe
 from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit_torch import checks
 from fp8kit_torch.apply import apply
-from fp8kit_torch.checks import check
+from fp8kit_torch.arguments import only
+from fp8kit_torch.checks import check, shown
 from fp8kit_torch.nodes import NO_STATE, Wiring
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import decode, encode
@@ -44,7 +46,8 @@ class QuantizedTensor(torch.Tensor):
     recipe of delayed scaling, since a weight's largest value is known when it is cast), or from each block with ``Float8BlockScaling``; an
     output's or a gradient's (``fp8_output``, ``fp8_grad``) is the recipe's.
 
-    * ``dequantize()``: decode(code) / scale, in its dtype; differentiable. Any other operation of torch works on these values.
+    * ``dequantize()``: decode(code) / scale, in its dtype or another; differentiable. ``quantize_`` casts anew. Any other operation of
+      torch works on these values.
     * ``copy_`` and operations in place cast what they write. A plain optimiser thus loses updates that are smaller than a step between
       codes: use ``FusedAdam(master_weights=True)``, which updates float32 masters and casts them.
     * Slices and other views are copies of values: ``weight[0] = 1`` writes to the codes, ``weight[0].fill_(1)`` to a copy.
@@ -80,9 +83,22 @@ class QuantizedTensor(torch.Tensor):
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
-        """The values as a plain tensor of this dtype; the gradient passes through."""
-        return _Decode.apply(self)
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The values as a plain tensor of ``dtype``, float32, bfloat16 or float16, rounded once; None is this tensor's. The gradient passes
+        through. ArgumentError for another dtype."""
+        if dtype is not None and dtype not in _FLOATS:
+            raise ArgumentError(expected("QuantizedTensor.dequantize", "dtype", shown(dtype), "float32, bfloat16, float16 or None"))
+        return _Decode.apply(self, dtype)
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: None = None) -> QuantizedTensor:
+        """Cast a tensor of this shape over what is held, unrecorded; returns self. NotImplementedError for a ``noop_flag``."""
+        only("QuantizedTensor.quantize_", {"noop_flag": (noop_flag, None)})
+        check("QuantizedTensor.quantize_", {"tensor": checks.tensor}, {"tensor": tensor})
+        if tensor.shape != self.shape:
+            raise ShapeError(expected("QuantizedTensor.quantize_", "tensor", f"shape {tuple(tensor.shape)}", f"{tuple(self.shape)}"))
+        with torch.no_grad():
+            self.copy_(tensor)
+        return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values that it was first cast from, on the CPU; None where they were not kept or were cleared."""
@@ -115,15 +131,16 @@ class QuantizedTensor(torch.Tensor):
         assert inverse is not None
         return self._parts[name], inverse, self._fp8.w
 
-    def _values(self) -> Tensor:
+    def _values(self, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.dtype
         k, quant = self.shape[-1], self._fp8.w
         n = self.numel() // max(k, 1)
         values = self._parts["w_q"][:n, :k].view(_FLOAT8[quant.format.name]).to(torch.float32)
         if quant.tile is None:
-            return (values * self._parts["w_scale_inv"]).to(self.dtype).view(self.shape)
+            return (values * self._parts["w_scale_inv"]).to(dtype).view(self.shape)
         scales = self._parts["w_q_inv"]
         scales = scales.t() if quant.tile[0] == 1 else scales.repeat_interleave(BLOCK, 0)
-        return (values * scales.repeat_interleave(BLOCK, 1)[:n, :k]).to(self.dtype).view(self.shape)
+        return (values * scales.repeat_interleave(BLOCK, 1)[:n, :k]).to(dtype).view(self.shape)
 
     def _take(self, values: Tensor) -> None:
         """Cast ``values`` over what it holds, in place."""
@@ -221,12 +238,13 @@ Float8Tensor = QuantizedTensor  # Transformer Engine's name
 
 class _Decode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, held: QuantizedTensor) -> Tensor:
-        return held._values()
+    def forward(ctx: Any, held: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.dtype = held.dtype
+        return held._values(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.dtype), None
 
 
 def _rebuilt(parts: dict[str, Tensor], fp8: str, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, parameter: bool,

@@ -22,7 +22,7 @@ _NAMES = {
     _PARALLEL: """initialize_ub destroy_ub UserBufferQuantizationMode gather_along_first_dim reduce_scatter_along_first_dim
         symmetric_all_reduce prepare_te_modules_for_fsdp AllGather AllReduce ReduceScatter ep_bootstrap ep_prepare ep_dispatch ep_combine
         ep_finalize EpBuffer""",
-    _QUANTIZER: """Quantizer Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer HybridQuantizer IdentityQuantizer
+    _QUANTIZER: """DType Quantizer Float8Quantizer Float8CurrentScalingQuantizer Float8BlockQuantizer HybridQuantizer IdentityQuantizer
         QuantizerRole QuantizerRequest DelayedScalingRequest HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor
         IdentityTensorStorage QuantizedTensorStorage Float8TensorStorage Float8BlockwiseQTensor Float8BlockwiseQTensorStorage
         GroupedTensor GroupedTensorStorage prepare_for_saving restore_from_saved restore_from_func_ctx Quantize""",

@@ -1,7 +1,9 @@
-"""``as_transformer_engine``: programs written for Transformer Engine import this door under that name. Nothing here happens by itself.
+"""``as_transformer_engine``: programs written for Transformer Engine import this door under that name.
 
-Only names change: ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of Transformer Engine that there is nothing for
-are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why (``te_later``).
+The modules within ``transformer_engine.pytorch`` are attributes of the door as it is imported (``te.quantization``, ``te.ops``); only the
+call makes names in ``sys.modules``. Nothing but names changes: ``transformer_engine.pytorch`` *is* the module ``fp8kit_torch``. Names of
+Transformer Engine that there is nothing for are not there: ``hasattr`` says no, an import is an ImportError, and both errors say why
+(``te_later``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from fp8kit_torch.te_later import WHY, missing
 STANDS_FOR = "2.20.0"  # the Transformer Engine whose names and defaults these are
 # module of transformer_engine.pytorch -> module here; several where its names are spread over them
 _SAME = {
-    "": ("fp8kit_torch",),
     "optimizers": ("fp8kit_torch.optimizers",),
     "fp8": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized", "fp8kit_torch.global_state"),
     "quantization": ("fp8kit_torch.autocast", "fp8kit_torch.availability", "fp8kit_torch.quantized", "fp8kit_torch.global_state"),
@@ -151,6 +152,14 @@ class _Finder:
         return [_Distribution()] if (context.name or "").replace("_", "-").lower() == "transformer-engine" else []
 
 
+def modules_within(top: ModuleType) -> dict[str, ModuleType]:
+    """The modules within ``transformer_engine.pytorch``, name -> module, made attributes of ``top``, which stands for it."""
+    made = {name: _module(f"transformer_engine.pytorch.{name}", [importlib.import_module(target) for target in targets])
+            for name, targets in _SAME.items()}
+    _hang(top, made)
+    return made
+
+
 def as_transformer_engine() -> ModuleType:
     """Make ``transformer_engine``, ``transformer_engine.pytorch`` and ``transformer_engine.common.recipe`` importable names of this door,
     in this process; returns ``transformer_engine``. Calling it again changes nothing.
@@ -166,11 +175,8 @@ def as_transformer_engine() -> ModuleType:
     recipe.DelayedScaling = DelayedScaling  # type: ignore[attr-defined]
     made = {"transformer_engine": _module("transformer_engine", []), "transformer_engine.common": _module("transformer_engine.common", []),
             "transformer_engine.common.recipe": recipe}
-    named = {name: [importlib.import_module(target) for target in targets] for name, targets in _SAME.items()}
-    top, base = named.pop("")[0], "transformer_engine.pytorch"
-    below = {name: _module(f"{base}.{name}", parts) for name, parts in named.items()}
-    _hang(top, below)
-    made |= {base: top} | {f"{base}.{name}": module for name, module in below.items()}
+    top, base = importlib.import_module("fp8kit_torch"), "transformer_engine.pytorch"
+    made |= {base: top} | {f"{base}.{name}": module for name, module in top.__dict__["_within"].items()}
     whole = made["transformer_engine"]
     whole.__version__ = STANDS_FOR  # type: ignore[attr-defined]
     common = made["transformer_engine.common"]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import known_options, sequence_starts, want_no_encoder
+from fp8kit.layers import ACROSS, sequence_starts, want_no_encoder
 from fp8kit.ops.values import check_sequences
 from fp8kit_torch.apply import rehearse, run
-from fp8kit_torch.arguments import CONSTRUCTOR, brings, positive, refuse, want_input, want_like
+from fp8kit_torch.arguments import CONSTRUCTOR, brings, options_of, positive, refuse, want_input, want_like
 from fp8kit_torch.attention import MultiheadAttention
 from fp8kit_torch.checks import CONSTRUCTED, check
 from fp8kit_torch.dot_product_attention import CALLED, DotProductAttention
@@ -59,7 +59,8 @@ class TransformerLayer(Watched):
     * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``rotary_pos_interleaved``, ``qk_norm_type``,
       ``qk_norm_eps``, ``qk_norm_before_rope``: as ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
     * ``layer_type``: "encoder", or "decoder": e is ``encoder_output``, and ``enc_dec_attn_mask_type``, ``enc_dec_window_size``,
-      ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd", where nothing says how e's sequences lie.
+      ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd", where nothing says how e's sequences lie. An encoder
+      takes these three at their defaults only, ArgumentError otherwise: Transformer Engine ignores them.
     * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the self
       attention's input is left out (its residual starts at x then), and one of the layer's output added (child ``layernorm``).
     * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of these two, for encoders.
@@ -76,24 +77,29 @@ class TransformerLayer(Watched):
                  init_method: Init | None = None, output_layer_init_method: Init | None = None, layer_number: int | None = None,
                  kv_channels: int | None = None, self_attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
                  bottom_right_diagonal: bool | None = None, enc_dec_attn_mask_type: str = "no_mask",
-                 enc_dec_bottom_right_diagonal: bool | None = None, enc_dec_window_size: tuple[int, int] | None = None, *,
-                 params_dtype: torch.dtype | None = None, fuse_wgrad_accumulation: bool = False, seq_length: int | None = None,
-                 micro_batch_size: int | None = None,
-                 apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
+                 enc_dec_bottom_right_diagonal: bool | None = None, enc_dec_window_size: tuple[int, int] | None = None,
+                 tp_group: Any = None, tp_size: int = 1, params_dtype: torch.dtype | None = None, get_rng_state_tracker: Any = None,
+                 fuse_wgrad_accumulation: bool = False, seq_length: int | None = None, micro_batch_size: int | None = None,
+                 sequence_parallel: bool = False, apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
                  parallel_attention_mlp: bool = False, layer_type: str = "encoder", drop_path_rate: float = 0.0,
-                 fuse_qkv_params: bool = False, rotary_pos_interleaved: bool = False, zero_centered_gamma: bool = False,
-                 qkv_weight_interleaved: bool = True, bias: bool = True, activation: str = "gelu", activation_params: Any = None,
+                 set_parallel_mode: bool = False, fuse_qkv_params: bool = False, rotary_pos_interleaved: bool = False,
+                 zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, ub_tp_comm_overlap: bool = False,
+                 ub_overlap_ag: bool = True, ub_overlap_rs: bool = True, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = True,
+                 ub_bulk_wgrad: bool = True, bias: bool = True, activation: str = "gelu", activation_params: Any = None,
                  normalization: str = "LayerNorm", device: Any = None, attn_input_format: str = "sbhd", name: str | None = None,
                  qk_norm_type: str | None = None, qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False,
-                 softmax_type: str = "vanilla", **other: Any) -> None:
+                 softmax_type: str = "vanilla") -> None:
         op = "TransformerLayer"
         check(op, CONSTRUCTED, locals())
         super().__init__()
-        refuse(op, CONSTRUCTOR[op], other)
+        refuse(op, CONSTRUCTOR[op], locals())
         positive(op, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_attention_heads=num_attention_heads)
         decoder = layer_type == "decoder"
         if decoder and attn_input_format == "thd":
             raise ArgumentError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
+        if not decoder:
+            want_no_encoder(op, "a tensor", ACROSS, enc_dec_attn_mask_type=enc_dec_attn_mask_type, enc_dec_window_size=enc_dec_window_size,
+                            enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
         alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
                  "apply_residual_connection_post_layernorm": (apply_residual_connection_post_layernorm, False)}
         for argument, (value, usual) in alone.items():
@@ -141,17 +147,22 @@ class TransformerLayer(Watched):
                 enc_dec_attn_mask: Any = None, enc_dec_attn_mask_type: str | None = None,
                 enc_dec_window_size: tuple[int, int] | None = None, enc_dec_bottom_right_diagonal: bool | None = None,
                 is_first_microbatch: bool | None = None, checkpoint_core_attention: bool = False,
-                inference_params: InferenceParams | None = None,
-                rotary_pos_emb: Any = None, **options: Any) -> Tensor:
+                inference_params: InferenceParams | None = None, rotary_pos_emb: Any = None, core_attention_bias_type: str = "no_bias",
+                core_attention_bias: Tensor | None = None, alibi_slopes: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+                cu_seqlens_kv: Tensor | None = None, cu_seqlens_q_padded: Tensor | None = None, cu_seqlens_kv_padded: Tensor | None = None,
+                max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, fast_zero_fill: bool = True,
+                pad_between_seqs: bool | None = None) -> Tensor:
         """Returns the shape and dtype of ``hidden_states``: h (s, b, H), (b, s, H) with "bshd", (t, H) with "thd".
 
         * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal`` and their ``enc_dec_`` twins override the constructor's.
         * ``encoder_output``: h, in the same format, of a decoder. ``enc_dec_attn_mask``: the ``attention_mask`` of the attention across, a
           pair with a padding mask. All that is about it is None for an encoder, ArgumentError otherwise.
-        * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``, ``checkpoint_core_attention`` and the other
-          ``options``: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
+        * ``attention_mask``, ``rotary_pos_emb``, ``cu_seqlens_q``, ``inference_params``, ``checkpoint_core_attention`` and the
+          others: as ``MultiheadAttention.forward``, for the self attention; the attention across gets the score's bias, ALiBi's slopes
           and ``checkpoint_core_attention`` too, as in Transformer Engine. ``is_first_microbatch``: see ``Linear``.
         """
+        options = options_of(core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
+                             cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs)
         given = (attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal, encoder_output, enc_dec_attn_mask,
                  enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention,
                  inference_params, rotary_pos_emb)
@@ -166,7 +177,6 @@ class TransformerLayer(Watched):
                  inference_params: InferenceParams | None, rotary_pos_emb: Any, **options: Any) -> Tensor:
         """``forward``, the plain way."""
         op = "TransformerLayer"
-        known_options(op, options)
         if not torch.compiler.is_compiling():
             check(op, CALLED, locals() | options)
         x = want_input(op, "hidden_states", hidden_states, self.hidden_size, self.attn_input_format)

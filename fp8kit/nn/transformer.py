@@ -10,7 +10,7 @@ from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import known_options, sequence_starts, want_no_encoder
+from fp8kit.layers import ACROSS, known_options, sequence_starts, want_no_encoder
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec
@@ -48,7 +48,8 @@ class TransformerLayer(Module):
     * ``self_attn_mask_type``, ``window_size``, ``bottom_right_diagonal``, ``softmax_type``, ``rotary_pos_interleaved``, ``qk_norm_type``,
       ``qk_norm_eps``, ``qk_norm_before_rope``: as ``MultiheadAttention``. ``attn_input_format``: "sbhd", "bshd" or "thd".
     * ``layer_type``: "encoder", or "decoder": e is ``encoder_output``, and ``enc_dec_attn_mask_type``, ``enc_dec_window_size``,
-      ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd", where nothing says how e's sequences lie.
+      ``enc_dec_bottom_right_diagonal`` are the second attention's; not with "thd", where nothing says how e's sequences lie. An encoder
+      takes these three at their defaults only, ArgumentError otherwise: Transformer Engine ignores them.
     * ``apply_residual_connection_post_layernorm``: the residuals start after the norms. ``output_layernorm``: the norm of the self
       attention's input is left out (its residual starts at x then), and one of the layer's output added (child ``layernorm``).
     * ``parallel_attention_mlp``: y = x + dropout(self_attention(norm(x)) + mlp(norm'(x))); with neither of these two, for encoders.
@@ -88,6 +89,9 @@ class TransformerLayer(Module):
         decoder = choice(op, "layer_type", layer_type, ("encoder", "decoder")) == "decoder"
         if decoder and attn_input_format == "thd":
             raise ArgumentError(expected(op, "attn_input_format", "'thd'", "'sbhd' or 'bshd' with layer_type 'decoder'"))
+        if not decoder:
+            want_no_encoder(op, "an array", ACROSS, enc_dec_attn_mask_type=enc_dec_attn_mask_type, enc_dec_window_size=enc_dec_window_size,
+                            enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal)
         alone = {"layer_type": (layer_type, "encoder"), "output_layernorm": (output_layernorm, False),
                  "apply_residual_connection_post_layernorm": (self.apply_residual_connection_post_layernorm, False)}
         for argument, (value, usual) in alone.items():

@@ -7,7 +7,7 @@ import pytest
 
 from fp8kit import nn
 from fp8kit.autograd import tensor
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.nn.later import CONSTRUCTOR
 from fp8kit.testing.compare import relative_error
 from tests.nn.products import Product, f64
@@ -277,6 +277,14 @@ def test_refusals_name_the_argument(make_it, words):
         make_it()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("argument", "wrong"), [("enc_dec_attn_mask_type", "causal"), ("enc_dec_window_size", (2, 2)),
+                                                 ("enc_dec_bottom_right_diagonal", False)])
+def test_an_encoder_refuses_what_is_about_an_encoders_output(argument, wrong):
+    nn.TransformerLayer(32, 64, 4, layer_type="decoder", device="cpu", **{argument: wrong})
+    with pytest.raises(ArgumentError, match=f"TransformerLayer: {argument}: got .*expected (None|'no_mask') with layer_type 'encoder'"):
+        nn.TransformerLayer(32, 64, 4, device="cpu", **{argument: wrong})
 
 
 @pytest.mark.parametrize("kind", CONSTRUCTOR)

@@ -141,7 +141,7 @@ def test_norms_take_either_neutral_value(kind, neutral):
 
 
 def test_unknown_arguments():
-    with pytest.raises(TypeError, match="unexpected argument 'outfeatures'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'outfeatures'"):
         ft.Linear(8, 8, outfeatures=3)
     with pytest.raises(Fp8kitError, match="in_features"):
         ft.Linear(0, 8)

@@ -153,7 +153,7 @@ def test_empty_inputs_and_refusals():
     with pytest.raises(ShapeError, match="moe_permute: routing_map"):
         moe.moe_permute(x, torch.ones(2, 2, dtype=torch.bool), 4)
     with pytest.raises(Fp8kitError, match="num_out_tokens"):
-        moe.moe_permute(x, mask)
+        moe.moe_permute(x, mask, -1)
     with pytest.raises(Fp8kitError, match="map_type"):
         moe.moe_permute(x, mask, 6, map_type="tokens")
     rows, row_id_map = moe.moe_permute(x, mask, 6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fp8kit as fk
-from fp8kit.errors import RecipeError
+from fp8kit.errors import ArgumentError, FormatError, RecipeError, ShapeError
 from fp8kit.formats import E4M3
 
 from .twins import RECIPES, WIDTH, batches, same, torch_step
@@ -138,6 +138,32 @@ def test_torchs_optimisers_write_lists_alike(device, kind):
         assert not torch.equal(results[0][i], start.detach())
         for other in results[1:]:
             torch.testing.assert_close(other[i], results[0][i], rtol=2.0**-3, atol=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_values_in_another_dtype_and_other_values(device, recipe):
+    """Decoded to float32 nothing is rounded: the codes times 2^-k of the block's or the tensor's scale, as ``quantize`` has them."""
+    held, _ = pair("Linear", device, recipe, torch.bfloat16)
+    weight = held.weight
+    exact = weight.dequantize(dtype=torch.float32)
+    codes, inverse, _ = weight.side(False)
+    if recipe == "current":
+        n, k = weight.shape
+        same(exact, codes[:n, :k].view(torch.float8_e4m3fn).float() * inverse, "values")
+    same(exact.bfloat16(), weight.dequantize(), "rounded once")
+    (exact * 2).sum().backward()
+    same(weight.grad, torch.full_like(weight.grad, 2), "gradient")
+    assert weight.grad.dtype is torch.bfloat16
+    values = torch.randn(weight.shape, device=device)
+    assert weight.quantize_(values) is weight
+    same(weight.dequantize(dtype=torch.float32), ft.QuantizedTensor.of(values, weight._fp8).dequantize(), "cast anew")
+    before = weight.side(False)[0].clone()
+    for error, call in ((ArgumentError, lambda: weight.dequantize(dtype=torch.int8)), (ShapeError, lambda: weight.quantize_(values[1:])),
+                        (ArgumentError, lambda: weight.quantize_(3)), (FormatError, lambda: weight.quantize_(values.to_sparse())),
+                        (NotImplementedError, lambda: weight.quantize_(values, noop_flag=values))):
+        with pytest.raises(error):
+            call()
+    same(weight.side(False)[0], before, "codes")
 
 
 def test_averages_of_weights_are_written(device):

@@ -185,3 +185,17 @@ def test_the_packed_rotary_embedding(device, form):
         ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [ratio * d, d, d], cp_size=2)
     with pytest.raises(ShapeError, match="qkv"):
         ft.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [d, d, d])
+
+
+def test_modules_within_are_attributes_of_the_door():
+    """Without ``as_transformer_engine``: the import alone."""
+    assert ft.quantization.FP8GlobalStateManager is ft.fp8.FP8GlobalStateManager is State
+    assert ft.ops.Linear is fusible.Linear
+    assert ft.cpp_extensions.general_gemm is general_gemm
+    assert ft.attention.rope.apply_rotary_pos_emb is ft.apply_rotary_pos_emb
+    assert ft.permutation.moe_permute is ft.moe_permute
+    assert ft.tensor.float8_tensor.Float8Tensor is ft.Float8Tensor
+    with pytest.raises(AttributeError, match="recipes say how"):
+        ft.DType  # noqa: B018
+    with pytest.raises(AttributeError, match="no tensor parallelism"):
+        ft.ops.AllReduce  # noqa: B018
