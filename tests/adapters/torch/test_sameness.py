@@ -95,7 +95,7 @@ def test_decoder(device, recipe):
         ours(x)
 
 
-def same_draws(ours, native, recipe, device, shape=(5, 3, WIDTH), own=None, foreign=None, dtype="float32", **options):
+def same_draws(ours, native, recipe, device, shape=(5, 3, WIDTH), own=None, foreign=None, dtype="float32", call=None, **options):
     """Three steps from one ``torch.manual_seed``: both doors draw the same pairs, as many, and all is the same bits. ``own``, ``foreign``:
     arguments that each door has in arrays of its own."""
     generator = torch.cuda.default_generators[0] if device == "cuda" else torch.default_generator
@@ -103,7 +103,7 @@ def same_draws(ours, native, recipe, device, shape=(5, 3, WIDTH), own=None, fore
     torch.manual_seed(5)
     for x, g in given:
         before = generator.get_state()
-        y, dx, grads, _ = torch_step(ours, ours, recipe, x, g, **options, **(own or {}))
+        y, dx, grads, _ = torch_step(ours, ours if call is None else call, recipe, x, g, **options, **(own or {}))
         after = generator.get_state()
         generator.set_state(before)
         with fk.draw_from(ft.dropout_seed):
@@ -150,6 +150,13 @@ def test_draws_of_a_decoder(device):
     memory = torch.randn(4, 3, WIDTH, device=device)
     same_draws(ours, native, RECIPES["delayed"], device, own={"encoder_output": memory},
                foreign={"encoder_output": fk.tensor(numpy_of(memory), device=device)})
+
+
+@pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"options": {"fallback_random": True}}], ids=["aot_eager", "inductor"])
+def test_draws_when_compiled(device, options):
+    """Inductor has a generator of its own, but for ``fallback_random``."""
+    ours, native = twins("TransformerLayer", device, **DROPS)
+    same_draws(ours, native, RECIPES["delayed"], device, call=torch.compile(ours, fullgraph=True, **options))
 
 
 def test_draws_of_attention_in_16_bits(device):
