@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fp8kit.formats import E2M1, E4M3, E5M2, E8M0, DType, Format, bfloat16, float16, float32, int32, int64, uint8
     from fp8kit.graphs import graph
     from fp8kit.lab.overrides import override
-    from fp8kit.nn.random import manual_seed
+    from fp8kit.nn.random import draw_from, manual_seed
     from fp8kit.nn.recompute import checkpoint
     from fp8kit.serialization import load, save
 
@@ -83,6 +83,7 @@ _PUBLIC = {
     "uint8": "formats",
     "graph": "graphs",
     "override": "lab.overrides",
+    "draw_from": "nn.random",
     "manual_seed": "nn.random",
     "checkpoint": "nn.recompute",
 }

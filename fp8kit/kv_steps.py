@@ -84,6 +84,7 @@ class Steps:
     def reset(self) -> None:
         """Forget all sequences. The caches' memory is kept."""
         self.sequences: dict[Hashable, int] = {}
+        self._longest = 0  # of them
         self._new: dict[Hashable, int] = {}
         self._pages: dict[Hashable, list[int]] = {}  # in the step's order
         self._free = list(range(self.total_num_pages))  # a heap
@@ -114,6 +115,7 @@ class Steps:
         new, (pages, free) = {name: int(count) for name, count in step_dict.items()}, self._handed_out(lengths)
         self._on_device = self._send(new, lengths, pages)  # the last that can fail
         self.sequences, self._new, self._pages, self._free, self._stepped = lengths, new, pages, free, set()
+        self._longest = max(lengths.values())
         for layer, written in self._written.items():
             self._written[layer] = {name: count for name, count in written.items() if name in lengths}
         return dict(lengths)
@@ -173,7 +175,7 @@ class Steps:
     @property
     def max_seqlen_kv(self) -> int:
         """The longest sequence of the step, new tokens included."""
-        return max(self.sequences.values(), default=0)
+        return self._longest
 
     def get_seqlens_pre_step(self) -> np.ndarray[Any, Any]:
         """Lengths of the step's sequences without its new tokens: int32 (batch,), on the host."""
@@ -183,8 +185,8 @@ class Steps:
         """Position of each sequence's first new token, int32 (batch,) on the device: ``start_positions`` of ``apply_rotary_pos_emb``.
         ShapeError where ``batch`` is not the step's."""
         starts = self._sent("starts")
-        if integer(_OP, "batch", batch) != self.batch_size:
-            raise ShapeError(expected(_OP, "batch", batch, f"{self.batch_size}, the sequences of the last pre_step"))
+        if integer(_OP, "batch", batch) != starts.shape[0]:
+            raise ShapeError(expected(_OP, "batch", batch, f"{starts.shape[0]}, the sequences of the last pre_step"))
         return starts
 
     def _sent(self, name: str) -> Any:
@@ -213,6 +215,11 @@ class Steps:
             found.append(self._gather(cache, (self.batch_size, self.max_seqlen_kv, *cache.shape[2:]), pages, totals))
         return found[0], found[1]
 
+    def check_layer(self, operation: str, layer_number: int | None) -> None:
+        """Fp8kitError for a layer without a number."""
+        if isinstance(layer_number, bool) or not isinstance(layer_number, int):
+            raise Fp8kitError(expected(operation, "layer_number", layer_number, "an int, each layer its own, with inference_params"))
+
     def check_step(self, operation: str, layer_number: int | None, qkv_format: str, leading: Shape, groups: int, dims: tuple[int, int],
                    dtype: DType) -> tuple[dict[str, Meta], tuple[int, int]]:
         """What ``ops.kv_cache`` will get beside the new q, k and v of a layer, and (max_seqlen_q, max_seqlen_kv). Nothing is made.
@@ -222,8 +229,7 @@ class Steps:
         earlier one of a sequence, so that its cache has a hole.
         """
         self._sent("pages")
-        if isinstance(layer_number, bool) or not isinstance(layer_number, int):
-            raise Fp8kitError(expected(operation, "layer_number", layer_number, "an int, each layer its own, with inference_params"))
+        self.check_layer(operation, layer_number)
         if layer_number in self._stepped:
             wanted = "pre_step before each step, and a number of its own for each layer"
             raise Fp8kitError(expected(operation, "layer_number", f"{layer_number} twice in a step", wanted))

@@ -26,14 +26,25 @@ from fp8kit_jax.program import register_operation
 from fp8kit_jax.quantizers import QuantizerSet, create_set, noop_quantizer_set
 from fp8kit_jax.rules import apply
 from fp8kit_jax.scopes import MeshResource, autocast
-from fp8kit_jax.small import drop_path, dropout_add, fused_cross_entropy, l2norm, layernorm, rmsnorm, rope, rope_frequencies, softmax
+from fp8kit_jax.small import (
+    drop_path,
+    dropout_add,
+    dropout_seed,
+    fused_cross_entropy,
+    l2norm,
+    layernorm,
+    rmsnorm,
+    rope,
+    rope_frequencies,
+    softmax,
+)
 from fp8kit_jax.state import FP8_COLLECTION_NAME, Slot, update_collections
 
 __all__ = [
     "FP8_COLLECTION_NAME", "MeshResource", "QuantizerSet", "ScaledTensor", "Slot", "activation", "apply", "autocast", "call",
-    "create_set", "dense", "dequantize", "dot_product_attention", "drop_path", "dropout_add", "fused_cross_entropy", "gemm", "l2norm",
-    "layernorm", "layernorm_dense", "layernorm_mlp", "noop_quantizer_set", "quantize", "register", "register_operation", "rmsnorm", "rope",
-    "rope_frequencies", "running_sums", "shape_struct", "softmax", "update_collections",
+    "create_set", "dense", "dequantize", "dot_product_attention", "drop_path", "dropout_add", "dropout_seed", "fused_cross_entropy",
+    "gemm", "l2norm", "layernorm", "layernorm_dense", "layernorm_mlp", "noop_quantizer_set", "quantize", "register",
+    "register_operation", "rmsnorm", "rope", "rope_frequencies", "running_sums", "shape_struct", "softmax", "update_collections",
 ]  # fmt: skip
 
 

@@ -147,6 +147,15 @@ def rng_words(key: Any) -> Any:
     return jnp.concatenate([flat, jnp.zeros(4 - flat.shape[0], jnp.uint32)])
 
 
+def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
+    """What an operation draws with a JAX key: ``(seed, offset)``, int64 (2,) of NumPy, whatever JAX's configuration. Not within ``jit``.
+
+    ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a native layer what JAX's functions
+    drop with these keys. FormatError for what is no key.
+    """
+    return np.asarray(rng_words(key)).view(np.int64)
+
+
 def rng_inputs(key: Any) -> dict[str, Any]:
     """The input ``rng`` for a key, as JAX's configuration holds int64."""
     words = rng_words(key)

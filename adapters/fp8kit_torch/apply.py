@@ -77,10 +77,10 @@ class Traced(NamedTuple):
 
 
 @constant_result
-def _described(
+def described(
     name: str, spec: str, names: tuple[str, ...], gemms: tuple[str, ...], scaled: bool, policy: str
 ) -> tuple[str, tuple[str, ...]]:
-    """Text of a call whose spec is given as a text, and names of its outputs."""
+    """Within ``torch.compile``: text of a call whose spec is given as a text, and names of its outputs."""
     found = call(name, decode(spec), names, gemms, scaled, policy)
     return found.text, found.outputs
 
@@ -90,7 +90,7 @@ def trace(
     gemm: int | None = None, outputs: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The outputs by name of a call within ``torch.compile``; ``spec``: its text. ``gemm``: the one GEMM that this is about, if not all."""
-    text, known = _described(name, spec, names, gemms, state is not None, policy_now().text)
+    text, known = described(name, spec, names, gemms, state is not None, policy_now().text)
     outputs = outputs or known
     needs = ""
     if torch.is_grad_enabled():

@@ -17,10 +17,11 @@ from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
 from fp8kit.ops.values import check_sequences, check_sums
 from fp8kit_torch import checks
 from fp8kit_torch.apply import rehearse, run
-from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, not_compiled, positive, refuse
+from fp8kit_torch.arguments import CONSTRUCTOR, FORWARD, positive, refuse
 from fp8kit_torch.checks import CONSTRUCTED, MASK_ALIASES, channels, check, instance, optional
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.inference import InferenceParams
+from fp8kit_torch.kv_cache import LONGEST, trace_cached
 from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.plans import Stand, policy_now
 from fp8kit_torch.recompute import checkpoint
@@ -151,6 +152,8 @@ class DotProductAttention(ParameterModule):
             inputs.update(inference_params.inputs(self.layer_number, self.num_gqa_groups, self._dims, kind_of(first.dtype)))
         if self.training and self.attention_dropout:
             inputs["rng"] = next_rng(first.device)
+        if inference_params is not None and torch.compiler.is_compiling():
+            return trace_cached(settled.spec, inputs, inference_params.handle, self.layer_number)
         o = run(settled.operation, settled.spec, inputs)["o"]
         if inference_params is not None:
             inference_params.stepped(self.layer_number)
@@ -207,9 +210,13 @@ class DotProductAttention(ParameterModule):
         step: dict[str, Stand] = {}
         if cache is not None:
             mask, corner, asked = self._check_cached(op, mask, bias, beside), None, "cached_attention"
-            leading = tuple(first.shape[: 1 if form == "thd" else 2])
-            metas, longest = cache.check_step(op, self.layer_number, form, leading, self.num_gqa_groups, self._dims, kind_of(first.dtype))
-            step = {name: Stand(meta.shape, dtype_of(meta.dtype), cache.cu_seqlens_q.device) for name, meta in metas.items()}
+            if torch.compiler.is_compiling():
+                cache.check_layer(op, self.layer_number)
+                longest = LONGEST
+            else:
+                own = tuple(first.shape[: 1 if form == "thd" else 2]), self.num_gqa_groups, self._dims, kind_of(first.dtype)
+                metas, longest = cache.check_step(op, self.layer_number, form, *own)
+                step = {name: Stand(meta.shape, dtype_of(meta.dtype), cache.cu_seqlens_q.device) for name, meta in metas.items()}
         else:
             if form == "thd":
                 longest = (_longest(op, "q", of("max_seqlen_q"), beside), _longest(op, "kv", of("max_seqlen_kv"), beside))
@@ -228,8 +235,6 @@ class DotProductAttention(ParameterModule):
     def _check_cached(self, op: str, mask: str, bias: str, inputs: dict[str, Tensor]) -> str:
         """The mask over a cache; Fp8kitError for what attention over a cache cannot be given."""
         why = "with inference_params, whose step says the lengths"
-        if torch.compiler.is_compiling():
-            raise not_compiled("inference_params")
         if self.attention_type == "cross":
             raise ArgumentError(expected(op, "attention_type", "'cross'", "'self', with inference_params"))
         if bias not in ("no_bias", "alibi"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from fp8kit_torch.parameters import placed
 
 
 def next_rng(device: torch.device) -> Tensor:
@@ -12,3 +16,13 @@ def next_rng(device: torch.device) -> Tensor:
     Drawn on the device: nothing waits for the host, and a captured graph draws anew at each replay.
     """
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def dropout_seed(device: Any = None) -> Tensor:
+    """What a layer draws for one operation that drops: ``(seed, offset)``, int64 (2,) on ``device``, from torch's default generator there.
+
+    ``device``: as for parameters. A layer draws one each for attention's dropout, a branch's dropout and its dropped paths, in the order in
+    which they run. So ``with fk.draw_from(fp8kit_torch.dropout_seed):`` gives a native layer the numbers that the same torch
+    layer has after the same ``torch.manual_seed``. Raises ArgumentError or BackendError for what is no device, or none of this machine.
+    """
+    return next_rng(placed("dropout_seed", device))

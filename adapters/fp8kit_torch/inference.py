@@ -16,6 +16,7 @@ from fp8kit.kv_steps import Steps
 from fp8kit_torch.arguments import only
 from fp8kit_torch.calibration import stream_of
 from fp8kit_torch.checks import CONSTRUCTED, check
+from fp8kit_torch.kv_cache import handle_of
 from fp8kit_torch.parameters import placed
 from fp8kit_torch.views import as_view, dtype_of
 
@@ -32,8 +33,8 @@ class InferenceParams(Steps):
 
     A sequence lives as long as every step names it. Every layer needs a ``layer_number`` of its own. With "sbhd" and "bshd" the new tokens
     of a sequence come first in its column, padding after them; with "thd" the sequences' new tokens lie one after the other. Masks are
-    meant for whole sequences: "causal" lets each token see its sequence up to itself. It serves inference: under ``torch.no_grad()``, not
-    within ``torch.compile``.
+    meant for whole sequences: "causal" lets each token see its sequence up to itself. It serves inference: under ``torch.no_grad()``.
+    A model may be compiled, with ``fullgraph=True`` too: ``pre_step`` stays outside of what is, and longer sequences compile nothing anew.
 
     * ``max_batch_size``: sequences in a step. ``max_sequence_length``: tokens of a sequence. ``max_ctx_len``: new tokens of a sequence in
       one step (None: ``max_sequence_length``).
@@ -43,7 +44,8 @@ class InferenceParams(Steps):
     * ``qkv_format``: of the layers: "bshd", "sbhd" or "thd". ``custom_cache_manager``: None only, NotImplementedError otherwise.
     * ``device``: where the caches lie; None as for parameters.
 
-    ``sequences``: id -> length, new tokens included, in the step's order.
+    ``sequences``: id -> length, new tokens included, in the step's order. ``handle``: int64 () on the CPU, by which a compiled graph names
+    the object.
 
     Raises Fp8kitError kinds for what does not fit. Source of names: Transformer Engine; of the pages: Kwon et al., PagedAttention, 2023.
     """
@@ -61,9 +63,14 @@ class InferenceParams(Steps):
             raise ArgumentError(expected("InferenceParams", "dtype", dtype, f"one of {names}"))
         super().__init__(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, kind, head_dim_v, is_paged, total_num_pages,
                          page_size, max_ctx_len, qkv_format)
+        self.handle = handle_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.handle = handle_of(self)  # a copy is another one
 
     def _empty(self, shape: Shape, dtype: DType) -> Tensor:
-        return torch.empty(shape, dtype=dtype_of(dtype), device=self.device)
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.device)  # torch.compile hashes no DType
 
     def _upload(self, host: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(host).to(self.device)

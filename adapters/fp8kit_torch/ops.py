@@ -208,7 +208,7 @@ def _(scales: Sequence[Tensor], inverses: Sequence[Tensor], histories: Sequence[
     return None
 
 
-MUTATING = ("cached_attention",)  # change an input, have no gradient, and are called eagerly only
+MUTATING = ("cached_attention",)  # change an input and have no gradient: ``kv_cache``
 OPS, BACKWARD_OPS = {}, {}
 for _name in OPERATIONS:
     if _name not in MUTATING:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
-from fp8kit import arrays, formats, serialization
+from fp8kit import arrays, captured, formats, serialization
 from fp8kit.arguments import function, integer, number
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
-from fp8kit.errors import AutogradError, CheckpointError, Fp8kitError, expected
+from fp8kit.errors import ArgumentError, AutogradError, BackendError, CheckpointError, FormatError, Fp8kitError, ShapeError, expected
 from fp8kit.formats import int64
 
 HostArray = np.ndarray[Any, Any]
 Init = Callable[[HostArray], None]
+Source = Callable[[str], Any]
 
 _DEVICE_PREFIX = "device."
 
@@ -37,6 +38,7 @@ class _State:
 
 class _Thread(threading.local):
     state: _State | None = None  # a recomputation's own, on its own thread
+    source: Source | None = None  # asked instead of the state
     keeping: tuple[list[ArrayView], ...] = ()  # where the draws of first passes are kept
     replayed: Iterator[ArrayView] | None = None  # the draws of the first pass that is recomputed
 
@@ -77,8 +79,13 @@ def host_generator() -> np.random.Generator:
 
 def next_rng(device: Device) -> ArrayView:
     """A fresh int64 [2] ``(seed, offset)`` for one operation on ``device``; the device's state moves on by one offset. Threads may draw at
-    once: no two get the same offset. AutogradError in a recomputation that draws more, or elsewhere, than its first pass."""
-    out = _drawn(device) if _thread.replayed is None else next(_thread.replayed, None)
+    once: no two get the same offset. Within ``draw_from`` what its source gives, with the errors named there. AutogradError in a
+    recomputation that draws more, or elsewhere, than its first pass."""
+    out: ArrayView | None
+    if _thread.replayed is not None:
+        out = next(_thread.replayed, None)
+    else:
+        out = _drawn(device) if _thread.source is None else _given(_thread.source, device)
     if out is None or out.device != device:
         wanted = "as many draws on the same devices as in the first pass"
         raise AutogradError(expected("checkpoint", "function", f"another draw on {device}", wanted))
@@ -97,6 +104,50 @@ def _drawn(device: Device) -> ArrayView:
         if state is None:
             state = own.devices[device] = arrays.to(arrays.as_view(np.array([own.seed, 0], np.int64)), device)
         kernels.rng_next_(state, out, stream)
+    return out
+
+
+def draw_from(source: Source) -> AbstractContextManager[None]:
+    """A block in which dropout on this thread draws from ``source`` instead of the state of ``manual_seed``.
+
+    ``source(device)``, with the device's name ("cpu", "cuda:0"), is asked once for each operation that drops, in their order, just before
+    it runs, and gives its ``(seed, offset)``: int64 (2,) on that device, any array that ``fk.tensor`` takes. It is copied. So the native
+    door drops what another one does::
+
+        torch.manual_seed(0)
+        with fk.draw_from(fp8kit_torch.dropout_seed):
+            y = layer(x)      # the bits of the same torch layer after torch.manual_seed(0)
+
+    Recomputation (``fk.checkpoint``) repeats the first pass's draws and asks nothing. Blocks nest: the inner one counts.
+
+    Raises Fp8kitError for a source that cannot be called. The operation raises ShapeError, FormatError or BackendError, and runs nothing,
+    where the source gives something else, ArgumentError within ``fk.graph``, which could not ask again at a replay.
+    """
+    return _drawing(function("draw_from", "source", source))
+
+
+@contextmanager
+def _drawing(source: Source) -> Iterator[None]:
+    before, _thread.source = _thread.source, source
+    try:
+        yield
+    finally:
+        _thread.source = before
+
+
+def _given(source: Source, device: Device) -> ArrayView:
+    """What the source gives, in memory of its own: the array may be another draw's by the time backward reads it."""
+    if captured.capturing():
+        raise ArgumentError(expected("draw_from", "source", "a draw within fk.graph", "eager steps: replays would repeat the numbers"))
+    pair = arrays.as_view(source(str(device)), "draw_from", "source")
+    if pair.dtype is not int64:
+        raise FormatError(expected("draw_from", "source", f"dtype {pair.dtype.name}", "int64 (seed, offset)"))
+    if pair.shape != (2,):
+        raise ShapeError(expected("draw_from", "source", f"shape {pair.shape}", "(2,): seed, offset"))
+    if pair.device != device:
+        raise BackendError(expected("draw_from", "source", f"an array on {pair.device}", f"one on {device}, where the operation runs"))
+    out = arrays.empty((2,), int64, device)
+    arrays.copy(out, arrays.contiguous(pair))
     return out
 
 

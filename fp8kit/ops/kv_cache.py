@@ -76,7 +76,8 @@ class CachedAttention(Operation):
         kind = check_inputs(new, metas)
         dims = 1 if spec.packed else 2
         leading = {name: meta_of(metas, name).shape[:dims] for name in LAYOUTS[spec.layout]}
-        if len(set(leading.values())) > 1:
+        tokens = next(iter(leading.values()))
+        if any(other != tokens for other in leading.values()):  # a size that torch.compile left open has no hash
             raise ShapeError(expected(_NAME, "inputs", f"leading dimensions {leading}", "equally many tokens of each"))
         dense = dense_of(new, metas)
         dense = dense._replace(spec=dataclasses.replace(dense.spec, zero_padded=True))  # keys and values come out of the cache so
@@ -87,7 +88,7 @@ class CachedAttention(Operation):
         _check_cache(spec, metas, batch, kind)
         length = (spec.max_seqlen_kv, batch) if dense.spec.qkv_format == "sbhd" else (batch, spec.max_seqlen_kv)
         k, v = ((*length, spec.num_gqa_groups, dim) for dim in (spec.head_dim, spec.head_dim_v))
-        outputs = {"o": Meta((*next(iter(leading.values())), spec.num_heads * spec.head_dim_v), kind)}
+        outputs = {"o": Meta((*tokens, spec.num_heads * spec.head_dim_v), kind)}
         return Signature(outputs), _Call(dense, k, v)
 
     def plan(self, spec: AttentionSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:

@@ -215,6 +215,7 @@ CALLS: dict[str, Call] = {
                       rounding=always("stochastic"), saturate=always(True), rng=always((1, 2))),
     "Format": plain(fk.Format, name=always("x"), exponent_bits=always(4), mantissa_bits=always(3), bias=always(7), special=always("fn"),
                     signed=always(True), zero=always(True)),
+    "draw_from": plain(lambda source: _within(fk.draw_from(source)), source=always(lambda device: np.array([1, 2]))),
     "manual_seed": plain(fk.manual_seed, seed=always(3)),
     "warmup": plain(fk.warmup, hidden=always(4), ffn=always(6), heads=always(2), sequence=always(3), batch=always(1),
                     dtype=always("float32"), recipe=lambda: recipe.DelayedScaling(), activation=always("relu"),

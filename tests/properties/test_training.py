@@ -183,6 +183,23 @@ def test_delayed_scaling(length, slots, algo, margin, most, seed, callables):
     np.testing.assert_array_equal(got["amax_history"], want_history)
 
 
+@examples(60)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=9, max_size=9), st.sampled_from([-3, -2, -1, 1, 2, 3]), st.integers(1, 3),
+       st.sampled_from(["int64", "int64", "int32", "float32", "uint8"]))
+def test_a_source_gives_the_pairs_or_is_refused(numbers, step, count, dtype):
+    """What ``draw_from``'s source gives is drawn, whatever its layout, and stays what it was; anything but int64 (2,) is refused."""
+    pair = np.array(numbers, np.int64).astype(dtype)[::step][:count]
+    wanted = pair.tolist()
+    with fk.draw_from(lambda device: pair):
+        if count == 2 and dtype == "int64":
+            drawn = nn.random.next_rng(CPU)
+            pair[...] = 0
+            assert drawn.numpy().tolist() == wanted
+        else:
+            with pytest.raises(Fp8kitError, match="draw_from: source: got"):
+                nn.random.next_rng(CPU)
+
+
 def test_threads_draw_different_numbers():
     """Many threads at once: every offset is handed out once, and none is lost; a recomputation draws its own on its own thread."""
     from fp8kit.nn import random

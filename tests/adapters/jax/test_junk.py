@@ -88,6 +88,7 @@ CALLS = {
                        "interleaved": False, "cu_seqlens_padded": None}),
     "rope_frequencies": (fj.rope_frequencies, {"dim": 4, "positions": 8, "base": 1e4, "interleaved": False}),
     "dropout_add": (fj.dropout_add, {"x": X, "residual": X, "bias": V, "rate": 0.1, "key": KEY}),
+    "dropout_seed": (fj.dropout_seed, {"key": KEY}),
     "drop_path": (fj.drop_path, {"x": S, "residual": S, "rate": 0.1, "key": KEY, "qkv_format": "bshd", "cu_seqlens": None}),
     "activation": (fj.activation, {"x": X[:, None], "activation_type": ("gelu",), "act_params": None}),
     "quantize": (fj.quantize, {"x": X, "format": fk.E4M3, "scale": np.ones(1, np.float32), "scaling": "tensor", "rounding": "stochastic",

@@ -93,6 +93,19 @@ def test_functions_that_draw(dtype, device):
         same_function(name, function, native, values, device)
 
 
+def test_the_pair_of_a_key(device):
+    """Keys of one kind and the other, of two words and of four; the native door drops by the pair what JAX drops by the key."""
+    x = draw(0, (6, 5, 40))
+    for one in (key(), key(9), jax.random.key(3), jax.random.PRNGKey(2**31), jax.random.split(jax.random.key(3, impl="rbg"))[1]):
+        typed = jnp.issubdtype(one.dtype, jax.dtypes.prng_key)
+        words = np.asarray(jax.random.key_data(one) if typed else one).astype(np.int64)
+        pair = fj.dropout_seed(one)
+        assert pair.dtype == np.int64
+        np.testing.assert_array_equal(pair, [words[0] | words[1] << 32, words[2] | words[3] << 32 if words.size == 4 else 0])
+        with fk.draw_from(lambda device, pair=pair: fk.tensor(pair, device=device)):
+            same_function("dropout", lambda x, one=one: fj.dropout_add(x, rate=0.3, key=one), nn.Dropout(0.3), [x], device)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 LENGTHS = np.array([0, 16, 25], np.int32)

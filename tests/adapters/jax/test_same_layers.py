@@ -16,8 +16,9 @@ from flax import linen, nnx, traverse_util
 from fp8kit_jax import flax as flax_modules
 from fp8kit_jax import nnx as nnx_modules
 
+import fp8kit as fk
 from fp8kit.testing import assert_same_bits, epsilon, relative_error
-from tests.adapters.jax.native import RECIPES, slots
+from tests.adapters.jax.native import RECIPES, draw, slots
 from tests.adapters.torch.twins import WIDTH, batches, native_step, numpy_of, same, same_state, torch_step, twins
 
 pytestmark = pytest.mark.usefixtures("same_bits")
@@ -108,6 +109,50 @@ def test_a_transformer_layer_without_fp8(door, dtype, bias):
 @pytest.mark.parametrize("option", ["apply_residual_connection_post_layernorm", "output_layernorm"])
 def test_residuals_that_start_elsewhere(option, device):
     same_layer("flax", "delayed", "bfloat16", True, device, **{option: True})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_by_the_same_keys(dtype, device):
+    """Three steps of NNX's layer and of the native one, which draws by the keys of the former's streams."""
+    drops = {"hidden_dropout": 0.25, "attention_dropout": 0.1}
+    _, native = twins("TransformerLayer", device, dtype, **OPTIONS | drops, drop_path_rate=0.4)
+    layer = nnx_modules.TransformerLayer(WIDTH, INNER, HEADS, rngs=nnx.Rngs(0), epsilon=EPSILON, dtype=dtype, use_bias=True,
+                                         drop_path=0.4, **drops)
+    paths = {name: path for name, (_, path) in (PARAMETERS | BIASES).items()}
+    own = {name: value.numpy() for name, value in native.named_parameters()}
+    assert own.keys() == paths.keys()
+    definition, weights, rest = nnx.split(layer, nnx.Param, ...)
+    flat, rest = traverse_util.flatten_dict(nnx.to_pure_dict(weights), sep="/"), nnx.to_pure_dict(rest)
+    flat = {path: own[name].T.reshape(flat[path].shape) for name, path in paths.items()}
+    kernels = max(SUMS[device], 0.0 if dtype == "float32" else epsilon(dtype))
+
+    def whole(flat, rest):
+        return nnx.merge(definition, nnx.State(traverse_util.unflatten_dict(flat, sep="/")), nnx.State(rest))
+
+    @jax.jit
+    def step(flat, rest, x, g):
+        y, pull = jax.vjp(lambda flat, x: whole(flat, rest)(x), flat, x)
+        return y, pull(g)
+
+    for number, x in enumerate(batches(device, dtype, shape=(6, 5, WIDTH))):
+        g = np.asarray(draw(number, x.shape, dtype))
+        with fj.autocast(enabled=True, recipe=RECIPES["current"]):
+            y, (found, dx) = step(flat, rest, numpy_of(x), g)
+        twin = whole(flat, rest)
+        streams = [twin.attention.core.dropout, *(twin.dropout, twin.path) * 2]  # in the order in which both layers draw
+        keys = iter([stream()[1] for stream in streams])
+        rest = nnx.to_pure_dict(nnx.split(twin, nnx.Param, ...)[2])  # the next step has the next keys
+        with fk.draw_from(lambda device, keys=keys: fk.tensor(fj.dropout_seed(next(keys)), device=device)):
+            want_y, want_dx, want = native_step(native, RECIPES["current"], x, torch.tensor(g.astype(np.float32)).to(x.dtype))
+        assert next(keys, None) is None
+        assert_same_bits(f"step {number}: y", np.asarray(y), want_y.numpy())
+        assert_same_bits(f"step {number}: dx", np.asarray(dx), want_dx.numpy())
+        for name, path in paths.items():
+            got, value = np.asarray(found[path]), want[name].numpy()
+            if value.ndim == 1:
+                assert_same_bits(f"step {number}: {name}", got.reshape(-1), value)
+            else:
+                assert relative_error(got, value.T.reshape(got.shape)) <= kernels, f"step {number}: {name}"
 
 
 def same_layer(door, recipe, dtype, bias, device, **options):

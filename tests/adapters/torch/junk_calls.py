@@ -279,6 +279,7 @@ CALLS: dict[str, Call] = {
                                    label_smoothing=0.1, reduce_loss=True, dist_process_group=None, ignore_idx=-100, is_cg_capturable=False,
                                    _input=None),
     "dropout_add": call(ft.dropout_add, x=lambda: ramp(3, 4), residual=lambda: ramp(3, 4), bias=lambda: ramp(4), p=0.0, training=True),
+    "dropout_seed": call(ft.dropout_seed, device="cpu"),
     "embedding": call(ft.embedding, ids=lambda: ints(0, 2, 1), table=lambda: ramp(3, 4)),
     "get_cpu_offload_context": call(ft.get_cpu_offload_context, enabled=False, num_layers=1, model_layers=1),
     "mark_not_offload": positional(ft.mark_not_offload, tensor=X),

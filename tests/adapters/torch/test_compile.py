@@ -11,9 +11,12 @@ import torch
 from fp8kit_torch.calibration import activated, amax_of
 from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
 from fp8kit_torch.plans import call
-from fp8kit_torch.texts import encode
+from fp8kit_torch.texts import OPERATIONS, encode
+from fp8kit_torch.views import kind_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import fp8kit as fk
 from fp8kit.backends import dispatch
@@ -37,6 +40,7 @@ from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.ops.rope import RopeSpec
 from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, QParams
+from fp8kit.spec import Operation
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
 
@@ -362,13 +366,6 @@ def _fused(device):
     return layer, RECIPES["current"]
 
 
-def _cached_attention(device):
-    params = ft.InferenceParams(2, 8, 2, 24, qkv_format="sbhd", device=device)
-    params.pre_step({0: 4, 1: 4})
-    layer = ft.MultiheadAttention(WIDTH, 2, layer_number=1, attention_dropout=0.0, device=device)
-    return (lambda x: layer(x.reshape(4, 2, WIDTH), inference_params=params)), None
-
-
 def _callable(device):
     recipe = DelayedScaling(amax_compute_algo=lambda history: history.max(0))
     return ft.Linear(WIDTH, 40, device=device), recipe
@@ -381,13 +378,12 @@ def _recomputed(device):
 
 @pytest.mark.parametrize(
     ("make", "named"),
-    [(_fused, "fuse_wgrad_accumulation"), (_cached_attention, "inference_params"), (_callable, "a recipe with callables"),
-     (_recomputed, "checkpoint")],
-    ids=["main_grad", "cached", "callable", "checkpoint"],
-)  # fmt: skip
+    [(_fused, "fuse_wgrad_accumulation"), (_callable, "a recipe with callables"), (_recomputed, "checkpoint")],
+    ids=["main_grad", "callable", "checkpoint"],
+)
 def test_what_cannot_be_compiled_says_so(device, make, named):
     function, recipe = make(device)
-    with torch.set_grad_enabled(named != "inference_params"), ft.autocast(enabled=recipe is not None, recipe=recipe), pytest.raises(
+    with ft.autocast(enabled=recipe is not None, recipe=recipe), pytest.raises(
             Exception, match=rf"fp8kit_torch: {named} is not supported within torch\.compile"):
         compiled(function)(torch.randn(8, WIDTH, device=device))
 
@@ -449,6 +445,51 @@ def test_opcheck(device, name):
     finally:
         torch.use_deterministic_algorithms(False)
     assert name in BACKWARD_OPS
+
+
+class _Calls(TorchDispatchMode):
+    """The arguments of every call of an operation within, as they were."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.seen = operation, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is self.operation:
+            self.seen.append(tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args))
+        return func(*args, **kwargs or {})
+
+
+DIFFERENTIABLE = [name for name, (_, _, wanted, _, _) in _operands("cpu").items() if wanted]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_opcheck_of_backward(device, name):
+    """The arguments are those that autograd gives."""
+    spec, inputs, wanted, gemms, scaled = _operands(device)[name]
+    needs = wanted.split()
+    tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
+    late, scale, recipe = [], None, ""
+    if scaled:
+        layer, own = ft.Linear(16, 24, device=device), DelayedScaling()
+        with ft.autocast(recipe=own):
+            layer(torch.randn(6, 16, device=device)).sum().backward()
+        state, recipe, scale = layer.fp8_meta["scaling_bwd"], encode(own), layer.fp8_meta["scaling_fwd"].scale
+        late = [state.scale, state.amax_history, state.handle]
+    operation = getattr(torch.ops.fp8kit, f"{name}_backward").default
+    what = call(name, spec, tuple(inputs), gemms, scaled)
+    y = OPS[name](tensors, scale, late, what.text, ",".join(needs), recipe)[0]
+    with _Calls(operation) as calls, torch.autograd.set_multithreading_enabled(False):
+        y.backward(torch.randn_like(y))
+    (given,) = calls.seen
+    opcheck(BACKWARD_OPS[name], given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+    made = [n for n in needs if n in what.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs).grads]
+    for n, grad in zip(made, BACKWARD_OPS[name](*given), strict=False):  # amaxes come after them
+        same(grad, inputs[n].grad, n)
+
+
+def test_every_backward_is_checked():
+    assert {name for name, op in OPERATIONS.items() if name in OPS and type(op).backward is not Operation.backward} <= set(DIFFERENTIABLE)
 
 
 def test_opcheck_of_state(device):

@@ -95,30 +95,74 @@ def test_decoder(device, recipe):
         ours(x)
 
 
-@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
-def test_drop_path_and_dropout(device, form, monkeypatch):
-    options = {"drop_path_rate": 0.4, "hidden_dropout": 0.25, "attention_dropout": 0.1, "attn_input_format": form}
-    ours, native = twins("TransformerLayer", device, self_attn_mask_type="padding_causal" if form == "thd" else "causal", **options)
-    drawn = [[5, i] for i in range(5)]  # one pair for the attention, and two for each branch
-
-    def draws(wrap):
-        numbers = iter(drawn)
-        return lambda place: wrap(next(numbers), place)
-
-    starts = {"cu_seqlens_q": [0, 3, 7, 15], "cu_seqlens_kv": [0, 3, 7, 15]} if form == "thd" else {}
-    own = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in starts.items()}
-    foreign = {name: fk.tensor(np.array(value, np.int32), device=device) for name, value in starts.items()}
-    for x in batches(device, shape=(15, WIDTH) if form == "thd" else (5, 3, WIDTH)):
-        ours_draws = draws(lambda pair, place: torch.tensor(pair, dtype=torch.int64, device=place))
-        for module in ("dot_product_attention", "transformer", "scripts"):
-            monkeypatch.setattr(f"fp8kit_torch.{module}.next_rng", ours_draws)
-        monkeypatch.setattr(nn.random, "next_rng", draws(lambda pair, place: fk.tensor(np.array(pair, np.int64), device=device).view))
-        y, dx, grads, g = torch_step(ours, ours, RECIPES["delayed"], x, **own)
-        yn, dxn, gradsn = native_step(native, RECIPES["delayed"], x, g, **foreign)
+def same_draws(ours, native, recipe, device, shape=(5, 3, WIDTH), own=None, foreign=None, dtype="float32", call=None, **options):
+    """Three steps from one ``torch.manual_seed``: both doors draw the same pairs, as many, and all is the same bits. ``own``, ``foreign``:
+    arguments that each door has in arrays of its own."""
+    generator = torch.cuda.default_generators[0] if device == "cuda" else torch.default_generator
+    given = [(x, torch.randn_like(x)) for x in batches(device, dtype, shape=shape)]
+    torch.manual_seed(5)
+    for x, g in given:
+        before = generator.get_state()
+        y, dx, grads, _ = torch_step(ours, ours if call is None else call, recipe, x, g, **options, **(own or {}))
+        after = generator.get_state()
+        generator.set_state(before)
+        with fk.draw_from(ft.dropout_seed):
+            yn, dxn, gradsn = native_step(native, recipe, x, g, **options, **(foreign or {}))
+        same(generator.get_state(), after, "draws")
         same(y, yn.view, "y")
         same(dx, dxn, "dx")
         for name, grad in grads.items():
             same(grad, gradsn[name], name)
+        assert (same_state(ours, native) > 0) == (recipe is not None and recipe.delayed())
+
+
+DROPS = {"drop_path_rate": 0.4, "hidden_dropout": 0.25, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize(("form", "recipe"), [("sbhd", "delayed"), ("bshd", "delayed"), ("thd", "delayed"), ("bshd", "high")])
+def test_drop_path_and_dropout(device, form, recipe, again):
+    mask = "padding_causal" if form == "thd" else "causal"
+    ours, native = twins("TransformerLayer", device, self_attn_mask_type=mask, attn_input_format=form, **DROPS)
+    starts = {"cu_seqlens_q": [0, 3, 7, 15], "cu_seqlens_kv": [0, 3, 7, 15]} if form == "thd" else {}
+    own = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in starts.items()}
+    foreign = {name: fk.tensor(np.array(value, np.int32), device=device) for name, value in starts.items()}
+    same_draws(ours, native, RECIPES[recipe], device, (15, WIDTH) if form == "thd" else (5, 3, WIDTH), own, foreign,
+               checkpoint_core_attention=again)
+    assert form == "thd" or again or any(ours._scripts.known.values())  # the later steps ran by script
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"parallel_attention_mlp": True, "bias": False}, {"hidden_dropout": 0.0}, {"drop_path_rate": 0.0}, {"attention_dropout": 0.0},
+     {"apply_residual_connection_post_layernorm": True, "fuse_qkv_params": True}],
+    ids=["parallel", "paths", "dropout", "hidden", "post"],
+)
+def test_draws_of_variants(device, options, monkeypatch):
+    monkeypatch.setenv("FP8KIT_REPLAYS", "0")  # every step the plain way
+    ours, native = twins("TransformerLayer", device, **DROPS | options)
+    same_draws(ours, native, RECIPES["delayed"], device)
+    assert ours._scripts is None
+
+
+def test_draws_of_a_decoder(device):
+    ours, native = twins("TransformerLayer", device, layer_type="decoder", **DROPS)
+    memory = torch.randn(4, 3, WIDTH, device=device)
+    same_draws(ours, native, RECIPES["delayed"], device, own={"encoder_output": memory},
+               foreign={"encoder_output": fk.tensor(numpy_of(memory), device=device)})
+
+
+@pytest.mark.parametrize("options", [{"backend": "aot_eager"}, {"options": {"fallback_random": True}}], ids=["aot_eager", "inductor"])
+def test_draws_when_compiled(device, options):
+    """Inductor has a generator of its own, but for ``fallback_random``."""
+    ours, native = twins("TransformerLayer", device, **DROPS)
+    same_draws(ours, native, RECIPES["delayed"], device, call=torch.compile(ours, fullgraph=True, **options))
+
+
+def test_draws_of_attention_in_16_bits(device):
+    """Heads that cuDNN takes on a GPU, which makes its own numbers of the same pair."""
+    ours, native = twins("TransformerLayer", device, "bfloat16", hidden_size=128, num_attention_heads=2, num_gqa_groups=2, **DROPS)
+    same_draws(ours, native, RECIPES["current"], device, (8, 2, 128), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("recipe", ["high", "delayed"])
