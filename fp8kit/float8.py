@@ -216,7 +216,7 @@ class Float8Tensor:
             )
             rows = out.rows()
             room = arrays.empty((kernels.fp8_gemm_workspace(*rows.shape),), formats.uint8, where)
-            kernels.fp8_gemm(a16, b16, rows, self.format, other.format, scale_a, scale_b, None, False, fast_accumulate, room, stream)
+            kernels.fp8_gemm(a16, b16, rows, self.format, other.format, scale_a, scale_b, None, None, fast_accumulate, room, stream)
         return arrays.to_library(out, self._data)
 
     def __matmul__(self, other: object) -> Any:
@@ -399,7 +399,7 @@ def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: An
         room = arrays.empty((kernels.fp8_gemm_workspace(*out.shape),), formats.uint8, out.device)
         try:  # a device without this product says so, and gets the other
             kernels.block_gemm(
-                left, right, out, a.format, b.format, left_scale, right_scale, left_tile, right_tile, None, False, room, stream
+                left, right, out, a.format, b.format, left_scale, right_scale, left_tile, right_tile, None, None, room, stream
             )
             return
         except CannotTake as reason:
@@ -413,7 +413,7 @@ def _block_product(a: Float8Tensor, b: Float8Tensor, out: ArrayView, kernels: An
     layout = "tn" if a._flipped else "nt" if b._flipped else "nn"
     exact = out if out.dtype is formats.float32 else arrays.empty(out.shape, formats.float32, out.device)
     room = arrays.empty((kernels.gemm_workspace(),), formats.uint8, out.device)
-    kernels.gemm(wide_a, wide_b, exact, layout, None, False, room, stream)
+    kernels.gemm(wide_a, wide_b, exact, layout, None, None, room, stream)
     if exact is not out:
         kernels.copy(exact, out, stream)
 

@@ -39,7 +39,7 @@ def activated(normed: Tensor, weight: Tensor, bias: Tensor | None, spec: str) ->
     h = torch.empty(rows, weight.shape[0], dtype=normed.dtype, device=normed.device)
     act = torch.empty(rows, own.fc2.in_features, dtype=normed.dtype, device=normed.device)
     workspace = torch.empty(max(kernels.gemm_workspace(), 1), dtype=torch.uint8, device=normed.device)
-    kernels.gemm(x, w, as_view(h), "nt", None, False, as_view(workspace), stream)
+    kernels.gemm(x, w, as_view(h), "nt", None, None, as_view(workspace), stream)
     added = None if bias is None else as_view(bias.detach())
     kernels.act_fwd(as_view(h), added, as_view(act), as_view(amax), None, own.activation, own.activation_params, stream)
     return amax

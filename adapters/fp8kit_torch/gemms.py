@@ -58,21 +58,21 @@ def general_gemm(A: Tensor, B: Tensor, out_dtype: torch.dtype | None = None, qua
     if tuple(y.shape) != tuple(shape) or not y.is_contiguous():
         raise ShapeError(expected(op, "out", f"shape {tuple(y.shape)}, strides {y.stride()}", f"contiguous {tuple(shape)}"))
     result, added = as_view(y).rows(), None if bias is None else as_view(bias.contiguous())
-    kernels, stream = dispatch.kernels(result.device), stream_of(result.device)
+    kernels, stream, onto = dispatch.kernels(result.device), stream_of(result.device), result if accumulate else None
     size = int(kernels.fp8_gemm_workspace(*result.shape) if fp8 else kernels.gemm_workspace())
     space = as_view(torch.empty(max(size, 1), dtype=torch.uint8, device=B.device))
     if not isinstance(A, QuantizedTensor) or not isinstance(B, QuantizedTensor):
         if A.dtype is not B.dtype:
             raise FormatError(expected(op, "A", A.dtype, f"{B.dtype}, as B"))
         left, right = (as_view(t.contiguous()).rows() for t in (B, A))
-        kernels.gemm(left, right, result, own, added, accumulate, space, stream)
+        kernels.gemm(left, right, result, own, added, onto, space, stream)
         return y, None, None, None
     (b, b_inv, b_quant), (a, a_inv, a_quant) = B.side(b_turned), A.side(a_turned)
     if (a_quant.tile is None) != (b_quant.tile is None):
         raise FormatError(expected(op, "A, B", "scales of a tensor and of blocks", "the same kind of scales"))
     operands = as_view(b), as_view(a), result, b_quant.format, a_quant.format, as_view(b_inv), as_view(a_inv)
     if b_quant.tile is None:
-        kernels.fp8_gemm(*operands, added, accumulate, not use_split_accumulator, space, stream)
+        kernels.fp8_gemm(*operands, added, onto, not use_split_accumulator, space, stream)
     else:
-        kernels.block_gemm(*operands, b_quant.tile, a_quant.tile, added, accumulate, space, stream)
+        kernels.block_gemm(*operands, b_quant.tile, a_quant.tile, added, onto, space, stream)
     return y, None, None, None

@@ -102,10 +102,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
-               return_norm: bool = False) -> Branch:
-        """y, and the residual stream and norm(x) where asked for; ``bias``: fc2's."""
+               return_norm: bool = False, joins: bool = False) -> Branch:
+        """y, x added to it where it ``joins``, and the residual stream and norm(x) where asked for; ``bias``: fc2's."""
         inputs: Inputs = {
             "x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, "fc1_weight0": self.fc1_weight,
             "fc1_bias0": self.fc1_bias, "fc2_weight0": self.fc2_weight, "fc2_bias0": None if bias == "none" else self.fc2_bias,
         }
-        return branch_of(self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm))
+        return branch_of(self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm,
+                                  joins=joins))

@@ -228,10 +228,19 @@ class TransformerLayer(Watched):
             late = self._late_bias(self.inter_attention, self.inter_attention.proj)
             out = as_branch(self.inter_attention(a, is_first_microbatch=first, part={"bias": late, **across, **ask}))
             a = self._join(out.y, self.inter_attention.proj_bias if late == "deferred" else None, getattr(out, stream))
+        if self._joins():
+            y = as_branch(mlp(a, first, part={"bias": "add" if mlp.use_bias else "none", "joins": True})).y
+            return y if self.layernorm is None else self.layernorm(y)
         late = self._late_bias(mlp, mlp)
         out = as_branch(mlp(a, first, part={"bias": late, **ask}))
         y = self._join(out.y, mlp.fc2_bias if late == "deferred" else None, getattr(out, stream), paths)
         return y if self.layernorm is None else self.layernorm(y)
+
+    def _joins(self) -> bool:
+        """Whether fc2's product adds the residual: nothing comes between, and nobody wants to see what the MLP alone gives."""
+        between = self.apply_residual_connection_post_layernorm or (self.training and (self.hidden_dropout or self.drop_path_rate))
+        mlp = self.layernorm_mlp
+        return not between and not mlp._forward_hooks and type(mlp).forward is LayerNormMLP.forward
 
     def _late_bias(self, branch: MultiheadAttention | LayerNormMLP, last: Linear | LayerNormMLP) -> str:
         """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its gradient), but not where the

@@ -103,7 +103,7 @@ def ours(given: Operands, kernels: Any) -> Step:
     """The contract's product."""
     p, (a, b), (a_inv, b_inv) = given.product, given.codes, given.inverse
     stream = arrays.current_stream(given.out.device)
-    return lambda: kernels.fp8_gemm(a, b, given.out, p.a, E4M3, a_inv, b_inv, None, False, p.fast, given.workspace, stream)
+    return lambda: kernels.fp8_gemm(a, b, given.out, p.a, E4M3, a_inv, b_inv, None, None, p.fast, given.workspace, stream)
 
 
 def _plan(given: Operands, fast: bool | None = None) -> tuple[Any, Callable[[int], None]]:

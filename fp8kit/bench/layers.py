@@ -88,8 +88,7 @@ def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Ca
     for workload, layer in setting.sizes.layers.items():
         problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
         extra: dict[str, Any] = skeletons(layer, setting) if layer is setting.sizes.large and setting.device.kind == "cuda" else {}
-        how = setting if layer is setting.sizes.large else setting.settled()
-        rows += measure(workload, problem, contenders(problem, workload), how, exact, extra, peak)
+        rows += measure(workload, problem, contenders(problem, workload), setting.settled(), exact, extra, peak)
     return rows
 
 

@@ -12,7 +12,7 @@ from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 
 # Operation -> arguments that it writes. "+": what stands there before matters (accumulated, changed in place, or not written everywhere);
-# "+accumulate": only where the argument ``accumulate`` is true. Operations that only answer with a number write nothing.
+# Operations that only answer with a number write nothing.
 _WRITES = {
     "amax": "amax+",
     "amax_many": "amaxes+",
@@ -24,9 +24,9 @@ _WRITES = {
     "quantize_transpose_many": "casts",
     "block_quantize": "q scale_inv q_t scale_inv_t",
     "block_quantize_many": "qs scale_invs q_ts scale_inv_ts",
-    "gemm": "out+accumulate",
-    "fp8_gemm": "out+accumulate",
-    "block_gemm": "out+accumulate",
+    "gemm": "out",
+    "fp8_gemm": "out",
+    "block_gemm": "out",
     "norm_fwd": "y mean rstd amax+ cast",
     "norm_bwd": "dx dweight dbias",
     "act_fwd": "y amax+ cast",
@@ -102,9 +102,8 @@ def views(arguments: dict[str, Any]) -> list[ArrayView]:
 def outputs(operation: str, arguments: dict[str, Any]) -> Iterator[Output]:
     """Every array that a call with these arguments writes."""
     for word in _WRITES.get(operation, "").split():
-        name, plus, condition = word.partition("+")
-        kept = bool(plus) and (not condition or bool(arguments[condition]))
-        value = arguments[name]
+        name, plus, _ = word.partition("+")
+        value, kept = arguments[name], bool(plus)
         if isinstance(value, ArrayView | Cast):
             yield from _written(name, value, kept, name)
         elif value is not None:

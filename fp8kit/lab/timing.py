@@ -172,7 +172,7 @@ class _Maker:
         scales = [self.f(*scale, value=0.01) for _, scale in shapes]
         room = self.room(self.kernels.fp8_gemm_workspace(self.m, self.n))
         return {"a": codes[0], "b": codes[1], "out": self.like(), "a_format": E4M3, "b_format": E4M3, "a_scale_inv": scales[0],
-                "b_scale_inv": scales[1], "bias": None, "accumulate": False, "workspace": room}
+                "b_scale_inv": scales[1], "bias": None, "addend": None, "workspace": room}
 
     def attention(self, backward: bool) -> dict[str, Any]:
         """Causal self-attention of heads of 64 over sequences of at most 1024."""
@@ -261,7 +261,7 @@ ARGUMENTS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
     "quantize_transpose_many": lambda g: {"xs": [g.h()], "casts": [g.cast(g.m, g.n)]},
     "block_quantize": _block,
     "block_quantize_many": _blocks,
-    "gemm": lambda g: {"a": g.h(), "b": g.h(g.n, g.n), "out": g.like(), "layout": "nt", "bias": None, "accumulate": False,
+    "gemm": lambda g: {"a": g.h(), "b": g.h(g.n, g.n), "out": g.like(), "layout": "nt", "bias": None, "addend": None,
                        "workspace": g.room(g.kernels.gemm_workspace())},
     "fp8_gemm": lambda g: {**g.product(), "fast_accumulate": True},
     "block_gemm": lambda g: {**g.product(blocks=True), "a_tile": (1, 128), "b_tile": (128, 128)},

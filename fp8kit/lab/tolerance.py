@@ -51,10 +51,10 @@ def _kept(x: Any) -> Any:
 
 
 def _joined(g: Given, product: Array, magnitude: Array, slack: Array, device: Device) -> Slack:
-    """A product's bound with what a bias and the former output add to it."""
+    """A product's bound with what a bias and an addend add to it."""
     kind = _dtype(g["out"])
-    for there, extra in ((g["bias"] is not None, g["bias"]), (g["accumulate"], g["out"])):
-        if there:
+    for extra in (g["bias"], g["addend"]):
+        if extra is not None:
             slack = slack + sum_slack(_size(extra), 1) + joining_slack(product, kind, 1, device)
     return {"out": slack}
 

@@ -93,7 +93,7 @@ class LayerNormMLP(Fp8Module):
         h = arrays.empty((rows, w1.shape[0]), normed.dtype, device)
         act = arrays.empty((rows, w2.shape[1]), normed.dtype, device)
         workspace = arrays.empty((max(kernels.gemm_workspace(), 1),), uint8, device)
-        kernels.gemm(normed, w1, h, "nt", None, False, workspace, stream)
+        kernels.gemm(normed, w1, h, "nt", None, None, workspace, stream)
         bias = None if self.fc1_bias is None else self.fc1_bias.view
         kernels.act_fwd(h, bias, act, amaxes[3], None, self.activation, self._activation_numbers, stream)
 
@@ -109,10 +109,12 @@ class LayerNormMLP(Fp8Module):
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: bool = False,
-               return_norm: bool = False) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" (x, its gradient summed in backward) and "normed" where asked for; ``bias``: fc2's."""
+               return_norm: bool = False, joins: bool = False) -> dict[str, Tensor]:
+        """Outputs "y", x added to it where it ``joins``, and "residual" (x, its gradient summed in backward) and "normed" where asked for;
+        ``bias``: fc2's."""
         inputs: Inputs = {
             "x": x, "norm_weight": self.layer_norm_weight, "norm_bias": self.layer_norm_bias, "fc1_weight0": self.fc1_weight,
             "fc1_bias0": self.fc1_bias, "fc2_weight0": self.fc2_weight, "fc2_bias0": None if bias == "none" else self.fc2_bias,
         }
-        return self.run(inputs, is_first_microbatch, bias, residual=residual, return_norm=return_norm, recompute=self.checkpoint)
+        options = {"residual": residual, "return_norm": return_norm, "recompute": self.checkpoint, "joins": joins}
+        return self.run(inputs, is_first_microbatch, bias, **options)

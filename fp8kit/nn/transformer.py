@@ -189,8 +189,11 @@ class TransformerLayer(Module):
         if self.inter_attention is not None:
             out = self.inter_attention.branch(a, first, bias, across, beyond, checkpoint_core_attention, **ask)
             a = self._join(out["y"], self.inter_attention.proj_bias, out[stream])
-        out = mlp.branch(a, first, bias, **ask)
-        y = self._join(out["y"], mlp.fc2_bias, out[stream], paths)
+        if post or (self.training and (self.hidden_dropout or self.drop_path_rate)):
+            out = mlp.branch(a, first, bias, **ask)
+            y = self._join(out["y"], mlp.fc2_bias, out[stream], paths)
+        else:  # nothing comes between, so that fc2's product adds it all
+            y = mlp.branch(a, first, "add" if mlp.use_bias else "none", joins=True)["y"]
         return y if self.layernorm is None else self.layernorm(y)
 
     def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: tuple[Mapping[str, Any], Any] | None = None) -> Tensor:

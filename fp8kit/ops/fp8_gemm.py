@@ -64,9 +64,9 @@ class Fp8Gemm(Operation):
         k, space = plan.kernels, scratch["workspace"]
         operands = inputs["a"], inputs["b"], outputs["out"], s.a_format, s.b_format, inputs["a_scale_inv"], inputs["b_scale_inv"]
         if s.tiles is None:
-            k.fp8_gemm(*operands, None, False, s.fast_accumulate, space, stream)
+            k.fp8_gemm(*operands, None, None, s.fast_accumulate, space, stream)
         else:
-            k.block_gemm(*operands, *s.tiles, None, False, space, stream)
+            k.block_gemm(*operands, *s.tiles, None, None, space, stream)
 
 
 fp8_gemm = Fp8Gemm()

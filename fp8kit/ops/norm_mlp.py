@@ -1,4 +1,4 @@
-"""``norm_mlp``: y = act(norm(x) W1^T + b1) W2^T + b2, with the residual stream going through.
+"""``norm_mlp``: y = act(norm(x) W1^T + b1) W2^T + b2, with the residual stream going through, or joining y.
 
 fc1's output is kept without its bias; the activation kernels add it on the way, write their result in FP8 for fc2, and in backward
 give fc1's bias gradient and fc1's FP8 output gradient in the same pass.
@@ -54,7 +54,7 @@ class NormMLPSpec:
     """``fc1`` (prefix "fc1_", bias "deferred" or "none": the activation adds it) and ``fc2`` (prefix "fc2_"); see ``NormLinearSpec``.
 
     ``activation``: a name of ``backends.activation``. ``activation_params``: its numbers, see ``activation_numbers``; () is the defaults.
-    ``recompute``: no activation is kept for backward.
+    ``recompute``: no activation is kept for backward. ``joins``: x is added to y, within fc2's product (not with ``residual``).
     """
 
     norm: NormSpec
@@ -65,6 +65,7 @@ class NormMLPSpec:
     return_norm: bool = False
     activation_params: tuple[float, ...] = ()
     recompute: bool = False
+    joins: bool = False
 
     def __post_init__(self) -> None:
         defaults = activation_numbers("norm_mlp", self.activation, None)
@@ -77,6 +78,8 @@ class NormMLPSpec:
         if self.fc1.out_features != parts * self.fc2.in_features:
             wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
             raise ShapeError(expected("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted))
+        if self.joins and self.norm.features != self.fc2.out_features:
+            raise ShapeError(expected("norm_mlp", "fc2", f"{self.fc2.out_features} output features", f"{self.norm.features}, as x, to join"))
         if self.fc1.bias == "add":
             object.__setattr__(self, "fc1", replace(self.fc1, bias="deferred"))
 
@@ -167,7 +170,7 @@ def _known(spec: ProductSpec) -> ProductSpec:
 
 
 class NormMLP(Operation):
-    """y = act(norm(x) W1^T + b1) W2^T + b2.
+    """y = act(norm(x) W1^T + b1) W2^T + b2, with ``joins`` + x.
 
     Inputs: x h (..., hidden), norm_weight, norm_bias, fc1_weight0, fc1_bias0, fc2_weight0, fc2_bias0, and per product (prefix "fc1_",
     "fc2_") x_scale, w_scale or the cached weight. Outputs: y; residual (x itself) and normed where asked for; amaxes. Gradients of all
@@ -252,7 +255,8 @@ class NormMLP(Operation):
         own = saved if passes.numbers is None else taken(scratch, st.saved())
         self._fc1(plan, st, inputs, outputs, own, scratch, stream)
         act = self._activate(plan, st, inputs, outputs, own, scratch, stream)
-        st.fc2.fprop(k, act, inputs, outputs, own, scratch, y.rows(), stream)
+        x = inputs["x"] if plan.spec.joins else None
+        st.fc2.fprop(k, act, inputs, outputs, own, scratch, y.rows(), stream, None if x is None else x.rows())
         for i, source in enumerate((passes.numbers or {}).values()):
             numbers = saved["numbers"]
             assert numbers is not None
@@ -354,7 +358,8 @@ class NormMLP(Operation):
             extra = cotangents.get("normed")
             if extra is not None:
                 k.add(dnormed, extra.rows(), dnormed, stream)
-            st.norm.backward(k, dnormed, kept, saved, cotangents.get("residual"), grads, scratch, stream)
+            stream_back = g if spec.joins else cotangents.get("residual")
+            st.norm.backward(k, dnormed, kept, saved, stream_back, grads, scratch, stream)
 
 
 norm_mlp = NormMLP()

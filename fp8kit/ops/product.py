@@ -191,9 +191,10 @@ class Product:
         """Max-accumulate the weight's amax into its output, where there is one and the weight is not cached."""
 
     def fprop(
-        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
-    ) -> None:
-        """y = x W^T (+ bias). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel,
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int,
+        addend: ArrayView | None = None,
+    ) -> None:  # fmt: skip
+        """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel,
         and may be None."""
         raise NotImplementedError
 

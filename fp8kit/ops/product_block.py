@@ -104,15 +104,16 @@ class BlockProduct(Product):
         k.block_quantize_many(*map(list, zip(*rows, strict=True)), quant.format, quant.tile, quant.power_2, quant.epsilon, stream)
 
     def fprop(
-        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
-    ) -> None:
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int,
+        addend: ArrayView | None = None,
+    ) -> None:  # fmt: skip
         bias = self._bias(k, inputs, scratch, stream)
         weight: Views = inputs
         if not self.spec.weight_cached:
             sides = {name: scratch[name] for name in self._names("w_q")} | {name: saved.get(name) for name in self._names("w_qt")}
             self.cast_weight(k, inputs, outputs, sides, scratch, stream)
             weight = scratch
-        self._multiply(k, "x_q", inputs if self.spec.input_cached else scratch, "w_q", weight, y, bias, scratch, stream)
+        self._multiply(k, "x_q", inputs if self.spec.input_cached else scratch, "w_q", weight, y, bias, scratch, stream, addend)
         done(scratch, *self._names("x_q"), *self._names("w_q"))
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
@@ -139,9 +140,9 @@ class BlockProduct(Product):
         whole = given(scratch, f"{self.spec.prefix}dweight") if self.whole_wgrad else given(grads, self.weights[0])
         adds = self.adds and not self.whole_wgrad
         if self.oi:
-            self._multiply(k, "g_qt", scratch, "x_qt", saved, whole, None, scratch, stream, adds)
+            self._multiply(k, "g_qt", scratch, "x_qt", saved, whole, None, scratch, stream, whole if adds else None)
         else:
-            self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream, adds)
+            self._multiply(k, "x_qt", saved, "g_qt", scratch, whole, None, scratch, stream, whole if adds else None)
         done(scratch, *self._names("g_qt"), f"{self.spec.prefix}dweight")
         if not self.spec.input_cached:
             done(saved, *self._names("x_qt"))
@@ -180,9 +181,9 @@ class BlockProduct(Product):
 
     def _multiply(
         self, k: Any, a: str, a_in: Views, b: str, b_in: Views, out: ArrayView, bias: ArrayView | None, scratch: Views, stream: int,
-        adds: bool = False,
+        addend: ArrayView | None = None,
     ) -> None:  # fmt: skip
-        """out = a b^T (+ bias), ``adds``: + out; an operand's first letter says how it is quantised."""
+        """out = a b^T (+ bias) (+ addend); an operand's first letter says how it is quantised."""
         p, a_quant, b_quant = self.spec.prefix, getattr(self.fp8, a[0]), getattr(self.fp8, b[0])
         k.block_gemm(
             given(a_in, f"{p}{a}"),
@@ -195,7 +196,7 @@ class BlockProduct(Product):
             a_quant.tile,
             b_quant.tile,
             bias,
-            adds,
+            addend,
             scratch["workspace"],
             stream,
         )

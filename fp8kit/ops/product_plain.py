@@ -25,17 +25,18 @@ class PlainProduct(Product):
         return max(int(k.gemm_workspace()), int(k.column_sum_workspace(self.m, self.n)))
 
     def fprop(
-        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
-    ) -> None:
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int,
+        addend: ArrayView | None = None,
+    ) -> None:  # fmt: skip
         assert x is not None
         bias = self._bias(k, inputs, scratch, stream)
         weight = self._joined_weight(k, inputs, scratch, stream)
-        k.gemm(x, weight, y, "nt" if self.oi else "nn", bias, False, scratch["workspace"], stream)
+        k.gemm(x, weight, y, "nt" if self.oi else "nn", bias, addend, scratch["workspace"], stream)
 
     def dgrad(self, k: Any, g: ArrayView | None, kept: Views, saved: Views, scratch: Views, dx: ArrayView, stream: int) -> None:
         assert g is not None
         weight = self._joined_weight(k, kept, scratch, stream)
-        k.gemm(g, weight, dx, "nn" if self.oi else "nt", None, False, scratch["workspace"], stream)
+        k.gemm(g, weight, dx, "nn" if self.oi else "nt", None, None, scratch["workspace"], stream)
 
     def wgrad(
         self, k: Any, g: ArrayView | None, x: ArrayView | None, saved: Views, grads: Views, scratch: Views, stream: int
@@ -44,4 +45,5 @@ class PlainProduct(Product):
         for name, start, n in zip(self.weights, self.starts, self.spec.segments, strict=True):
             part = g if len(self.weights) == 1 else g.slice(1, start, n)
             a, b = (part, x) if self.oi else (x, part)
-            k.gemm(a, b, given(grads, name), "tn", None, self.adds, scratch["workspace"], stream)
+            out = given(grads, name)
+            k.gemm(a, b, out, "tn", None, out if self.adds else None, scratch["workspace"], stream)

@@ -194,8 +194,9 @@ class TensorProduct(Product):
             k.amax(part, outputs[self.w_amax], part.shape, stream)
 
     def fprop(
-        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int
-    ) -> None:
+        self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int,
+        addend: ArrayView | None = None,
+    ) -> None:  # fmt: skip
         f = self.fp8
         bias = self._bias(k, inputs, scratch, stream)
         invs = saved if self.keeps else scratch
@@ -205,7 +206,7 @@ class TensorProduct(Product):
             w_q, w_inv = scratch[self.w_q], invs[self.w_inv]
             self._cast_weight(k, inputs, outputs, w_q, saved.get(self.w_qt), w_inv, scratch, stream)
         x_q, x_inv = (inputs[self.x_q], inputs[self.x_given_inv]) if self.spec.input_cached else (scratch[self.x_q], invs[self.x_inv])
-        k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, False, f.fprop_fast, scratch["workspace"], stream)
+        k.fp8_gemm(x_q, w_q, y, f.x.format, f.w.format, x_inv, w_inv, bias, addend, f.fprop_fast, scratch["workspace"], stream)
         done(scratch, self.x_q, self.w_q)
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:
@@ -237,7 +238,7 @@ class TensorProduct(Product):
         f = self.fp8
         w_qt, w_inv = (kept[self.w_qt], kept[self.w_given_inv]) if self.spec.weight_cached else (saved[self.w_qt], saved[self.w_inv])
         g_q, g_inv, space = scratch[self.g_q], scratch[self.g_inv], scratch["workspace"]
-        k.fp8_gemm(g_q, w_qt, dx, f.g.format, f.w.format, g_inv, w_inv, None, False, f.dgrad_fast, space, stream)
+        k.fp8_gemm(g_q, w_qt, dx, f.g.format, f.w.format, g_inv, w_inv, None, None, f.dgrad_fast, space, stream)
         done(scratch, self.g_q)
         done(saved, self.w_qt)
 
@@ -266,7 +267,7 @@ class TensorProduct(Product):
         b, b_format, b_inv = saved[self.x_qt], f.x.format, saved[self.x_given_inv if self.spec.input_cached else self.x_inv]
         if not self.oi:
             a, a_format, a_inv, b, b_format, b_inv = b, b_format, b_inv, a, a_format, a_inv  # type: ignore[assignment]
-        k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, adds, f.wgrad_fast, scratch["workspace"], stream)
+        k.fp8_gemm(a, b, out, a_format, b_format, a_inv, b_inv, None, out if adds else None, f.wgrad_fast, scratch["workspace"], stream)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

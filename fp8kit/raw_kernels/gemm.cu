@@ -6,15 +6,15 @@
 // variants: T=f16; B=f16
 #include "common.cuh"
 
-// out[i, j] = product[i, j] + bias[j] + out[i, j], rounded once. product (null: zeros) and bias may be null; `accumulate` says whether out
-// counts. Strides in elements. product may be out's own memory.
-extern "C" __global__ void __launch_bounds__(256) finish(const float* product, const B* bias, T* out, i64 rows, i64 columns,
-                                                         i64 product_stride, i64 out_stride, i64 accumulate) {
+// out[i, j] = product[i, j] + bias[j] + addend[i, j], rounded once. product (null: zeros), bias and addend may be null. Strides in elements,
+// addend's as out's. product and addend may be out's own memory.
+extern "C" __global__ void __launch_bounds__(256) finish(const float* product, const B* bias, const T* addend, T* out, i64 rows,
+                                                         i64 columns, i64 product_stride, i64 out_stride) {
   for (i64 i = first(); i < rows * columns; i += step()) {
     const i64 row = i / columns, column = i % columns;
     float value = product != nullptr ? product[row * product_stride + column] : 0.0f;
     if (bias != nullptr) value += to_float(bias[column]);
-    if (accumulate) value += to_float(out[row * out_stride + column]);
+    if (addend != nullptr) value += to_float(addend[row * out_stride + column]);
     out[row * out_stride + column] = from_float<T>(value);
   }
 }

@@ -226,11 +226,12 @@ def test_norm_linear_gradients_with_residual(return_norm: bool) -> None:
     check_grads(function, [normal(5, 12), normal(12), normal(12), normal(4, 12), normal(6, 12), normal(4), normal(6)], step=2.0**-8)
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "silu"])
-def test_norm_mlp_gradients_with_residual(activation: str) -> None:
+def test_norm_mlp_gradients_with_residual(activation: str, joins: bool) -> None:
     width = 20 if activation == "swiglu" else 10
     fc1, fc2 = ProductSpec(12, (width,), prefix="fc1_"), ProductSpec(10, (12,), prefix="fc2_")
-    spec = NormMLPSpec(NormSpec(12, "RMSNorm"), fc1, fc2, activation, residual=True)
+    spec = NormMLPSpec(NormSpec(12, "RMSNorm"), fc1, fc2, activation, residual=not joins, joins=joins)
 
     def function(x: Tensor, nw: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> list[Tensor]:
         out = apply(norm_mlp, spec, {"x": x, "norm_weight": nw, "fc1_weight0": w1, "fc1_bias0": b1, "fc2_weight0": w2, "fc2_bias0": b2})
@@ -290,6 +291,43 @@ def test_fused_mlp_equals_its_parts_bit_for_bit(fp8: Fp8) -> None:
             assert_close(name, got, want, formats.float32, sum_slack(20 * np.abs(want).max() + 20, 20))
         else:
             assert_same_bits(name, got, want)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"])
+def test_a_residual_joins_within_the_product_with_one_rounding(fp8: Fp8 | None, dtype: str, recompute: bool) -> None:
+    """The sum is float32's, which the CPU engine adds in the order product, bias, residual; the gradients those of an addition apart."""
+    kind = formats.dtype(dtype).numpy
+    shapes = {"norm_weight": (24,), "fc1_weight0": (40, 24), "fc1_bias0": (40,), "fc2_weight0": (24, 40), "fc2_bias0": (24,)}
+    values = {"x": normal(20, 24)} | {name: normal(*shape) / 4 for name, shape in shapes.items()}
+    scale = {f"fc{i}_{n}_scale": one(v) for i in (1, 2) for n, v in (("x", 50.0), ("w", 300.0))} if fp8 is DELAYED else {}
+    late = {f"fc{i}_g_scale": one(2000.0) for i in (1, 2)} if fp8 is DELAYED else {}
+    g = normal(20, 24).astype(kind)
+
+    def mlp(**options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        products = ProductSpec(24, (40,), fp8=fp8, prefix="fc1_"), ProductSpec(40, (24,), fp8=fp8, prefix="fc2_")
+        spec = NormMLPSpec(NormSpec(24, "RMSNorm"), *products, "gelu", recompute=recompute, **options)
+        inputs = {name: tensor(value.astype(kind), True) for name, value in values.items()}
+        return apply(norm_mlp, spec, inputs | scale, late=late), inputs
+
+    out, joined = mlp(joins=True)
+    assert "residual" not in out
+    out["y"].backward(g)
+    plain, apart = mlp(residual=True)
+    apply(dropout_add, DropoutAddSpec(24), {"x": plain["y"], "residual": plain["residual"]})["y"].backward(g)
+    for name in values:
+        assert_same_bits(name, joined[name].grad.numpy(), apart[name].grad.numpy())
+    y, wide = out["y"].numpy(), plain["y"].numpy().astype(np.float32) + values["x"].astype(kind).astype(np.float32)
+    if dtype == "float32":
+        assert_same_bits("y", y, wide)
+    else:  # the MLP's own output, which ``plain`` rounded, is at most one rounding away from what was added
+        assert_close("y", y, wide, formats.bfloat16, np.abs(plain["y"].numpy().astype(np.float64)) * 2.0**-8)
+
+
+def test_a_residual_joins_only_an_output_of_its_size() -> None:
+    with pytest.raises(ShapeError, match=r"norm_mlp: fc2: got 16 output features, expected 24"):
+        NormMLPSpec(NormSpec(24), ProductSpec(24, (40,), prefix="fc1_"), ProductSpec(40, (16,), prefix="fc2_"), joins=True)
 
 
 def test_dropout_add_keeps_and_scales_alike_in_both_directions() -> None:

@@ -130,6 +130,10 @@ def test_a_run_patches_only_pointers_that_changed(library: _Library) -> None:
     plan.run(1000, 2000, 3000, 11, 44, 33, 4000, 555, 9)
     assert library.attributes == [(17, 44)]
     assert len(library.products) == 2
+    plan.run(1000, 2000, 3000, 11, 44, 33, 4000, 555, 9, addend=6000)
+    *_, added, c_form, d, d_form = library.products[2][:8]
+    assert (added, d) == (6000, 3000)
+    assert c_form == d_form
     b, first, a, second, out, result, also_out, also_result, algorithm, scratch, size, stream, alpha, beta = library.products[1]
     assert (a, b, out, also_out, scratch, size, stream) == (1000, 2000, 3000, 3000, 4000, 555, 9)
     assert len({first, second, result}) == 3
@@ -174,14 +178,14 @@ def test_a_product_that_cublaslt_refuses_is_one_error(library: _Library, functio
 
 def test_a_recorded_product_that_cublaslt_refuses_is_one_error(library: _Library) -> None:
     plan = cublaslt.Plan(PLAIN, 0)
-    bound = cublaslt.Bound(plan, (1, 2, 3, 0, 0, 0, 0, 0, 0))
+    bound = cublaslt.Bound(plan, (1, 2, 3, 0, 0, 0, 0, 0, 0, 3))
     library.refused = "matmul"
     for call in (bound, lambda: bound.on(5)):
         with pytest.raises(BackendError, match="NOT_SUPPORTED"):
             call()
     library.refused = "matmul_desc_set_attribute"
     with pytest.raises(BackendError, match="NOT_SUPPORTED"):
-        cublaslt.Bound(plan, (1, 2, 3, 0, 0, 0, 0, 0, 0))
+        cublaslt.Bound(plan, (1, 2, 3, 0, 0, 0, 0, 0, 0, 3))
 
 
 def test_no_handle_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +212,7 @@ def test_fp8_operands_of_other_strides_have_plans_of_their_own(monkeypatch: pyte
         for a_stride, b_stride in ((64, 64), (80, 64), (64, 96), (80, 64)):
             a = ArrayView(4096, (32, 64), formats.uint8, GPU, None, (a_stride, 1))
             b = ArrayView(8192, (48, 64), formats.uint8, GPU, None, (b_stride, 1))
-            gemm.fp8_gemm(a, b, out, E4M3, E5M2, one, one, None, False, True, None, 0)
+            gemm.fp8_gemm(a, b, out, E4M3, E5M2, one, one, None, None, True, None, 0)
     finally:
         gemm._scaled_plan.cache_clear()
     assert [(key.a_stride, key.b_stride) for key in keys] == [(64, 64), (80, 64), (64, 96)]
@@ -261,15 +265,15 @@ def test_float32_is_not_rounded_to_tf32(layout: Any) -> None:
     left = (a.T if layout == "tn" else a).astype(np.float64)
     right = (b.T if layout == "nt" else b).astype(np.float64)
     out = poisoned((m, n), float32, GPU)
-    gemm.gemm(put(a, GPU), put(b, GPU), out, layout, None, False, workspace(gemm.gemm_workspace(), GPU), arrays.current_stream(GPU))
+    gemm.gemm(put(a, GPU), put(b, GPU), out, layout, None, None, workspace(gemm.gemm_workspace(), GPU), arrays.current_stream(GPU))
     assert_close("out", get(out), left @ right, "float32", sum_slack(np.abs(left) @ np.abs(right), k))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_type", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("m", "n"), [(48, 32), (41, 32), (48, 29), (33, 19)])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_fp8_with_bias_padding_and_accumulation_rounds_once(out_type: str, m: int, n: int, accumulate: bool) -> None:
+@pytest.mark.parametrize("add", ["", "accumulate", "add"])
+def test_fp8_with_bias_padding_and_addend_rounds_once(out_type: str, m: int, n: int, add: str) -> None:
     k, dtype = 64, formats.dtype(out_type)
     rng = np.random.default_rng(5)
     rows, columns = -(-m // 16) * 16, -(-n // 16) * 16
@@ -280,10 +284,11 @@ def test_fp8_with_bias_padding_and_accumulation_rounds_once(out_type: str, m: in
     before = rng.standard_normal((m, n)).astype(dtype.numpy)
     scales = np.float32([0.5]), np.float32([4.0])
     da, db = codec.decode(qa, E5M2)[:m] * 0.5, codec.decode(qb, E4M3)[:n] * 4.0
-    exact = da @ db.T + bias.astype(np.float64) + (before.astype(np.float64) if accumulate else 0)
+    exact = da @ db.T + bias.astype(np.float64) + (before.astype(np.float64) if add else 0)
     magnitude = np.abs(da) @ np.abs(db).T + np.abs(bias.astype(np.float64)) + np.abs(before.astype(np.float64))
     out = put(before, GPU)
-    gemm.fp8_gemm(put(qa, GPU), put(qb, GPU), out, E5M2, E4M3, put(scales[0], GPU), put(scales[1], GPU), put(bias, GPU), accumulate, False,
+    addend = {"": None, "accumulate": out, "add": put(before, GPU)}[add]
+    gemm.fp8_gemm(put(qa, GPU), put(qb, GPU), out, E5M2, E4M3, put(scales[0], GPU), put(scales[1], GPU), put(bias, GPU), addend, False,
                   workspace(gemm.fp8_gemm_workspace(m, n), GPU), arrays.current_stream(GPU))
     # Hopper's tensor cores add products of FP8 numbers in 14 bits: their own bound, beside float32's
     assert_close("out", get(out), exact, out_type, 2.0**-12 * magnitude)
@@ -294,9 +299,11 @@ def test_no_contraction_writes_bias_and_what_was_there() -> None:
     before, bias = np.ones((3, 5), np.float32), np.arange(5, dtype=np.float32)
     out, stream = put(before, GPU), arrays.current_stream(GPU)
     empty_a, empty_b = poisoned((3, 0), float32, GPU), poisoned((5, 0), float32, GPU)
-    gemm.gemm(empty_a, empty_b, out, "nt", put(bias, GPU), True, None, stream)
+    gemm.gemm(empty_a, empty_b, out, "nt", put(bias, GPU), out, None, stream)
     assert_same_bits("out", get(out), before + bias)
-    gemm.gemm(empty_a, empty_b, out, "nt", None, False, None, stream)
+    gemm.gemm(empty_a, empty_b, out, "nt", put(bias, GPU), put(before, GPU), None, stream)
+    assert_same_bits("out", get(out), before + bias)
+    gemm.gemm(empty_a, empty_b, out, "nt", None, None, None, stream)
     assert_same_bits("out", get(out), np.zeros_like(before))
 
 
@@ -308,5 +315,5 @@ def test_the_same_plan_serves_two_pairs_of_scales() -> None:
     for left, right in ((1.0, 2.0), (3.0, 5.0), (1.0, 7.0)):
         out = poisoned((16, 16), bfloat16, GPU)
         scales = put(np.float32([left]), GPU), put(np.float32([right]), GPU)
-        gemm.fp8_gemm(da, db, out, E4M3, E4M3, *scales, None, False, True, scratch, stream)
+        gemm.fp8_gemm(da, db, out, E4M3, E4M3, *scales, None, None, True, scratch, stream)
         assert_same_bits("out", get(out), np.full((16, 16), 16 * left * right, ml_dtypes.bfloat16))

@@ -66,12 +66,12 @@ def block_quantize_many(xs: Sequence[ArrayView], qs: Sequence[ArrayView | None],
 
 
 def block_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-               b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None, accumulate: bool,
-               workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
+               b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None,
+               addend: ArrayView | None, workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
     """See ``backends.protocol``. CannotTake on devices that are not of compute capability 9.0; BackendError when cuBLASLt is missing or
     refuses, for two operands scaled by squares as well."""
     capability = launch.capability(out.device.index)
     if capability != (9, 0):
         raise CannotTake(expected("block_gemm", "device", f"compute capability {capability[0]}.{capability[1]}", "9.0: block scaling"))
     scaling = _SCALINGS[a_tile], _SCALINGS[b_tile]
-    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, False, workspace, stream, timed)
+    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, addend, False, workspace, stream, timed)

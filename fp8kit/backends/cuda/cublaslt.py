@@ -43,7 +43,7 @@ class MatmulKey:
     * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``, ``b_stride``, ``out_stride``:
       distance of rows, in elements.
     * ``batch``: number of products; ``a_step``, ``b_step``, ``out_step``: distance of neighbouring matrices, in elements (0: the same one).
-    * ``bias``: n elements of out's type are added to every row. ``accumulate``: the result is added onto out.
+    * ``bias``: n elements of out's type are added to every row. ``accumulate``: an array like out is added, or out itself.
     * ``scaling``: None, or how a and b are multiplied by their scale_inv: "tensor" (float32 [1]), "row" (float32 [m], [n]),
       "block_1x128" or "block_128x128" (see ``block_quantize``; one of the two at least is "block_1x128").
     * ``fast_accumulate``: FP8 sums may stay in the tensor cores' own width. ``workspace``: bytes that the product may use.
@@ -227,16 +227,18 @@ class Plan:
         return accepted
 
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int,
-            stream: int) -> None:
-        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle.
+            stream: int, addend: int = 0) -> None:
+        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle; ``addend``: what is added where the
+        key says so, 0 is out itself.
 
         Raises BackendError when cuBLASLt refuses.
         """
         if self._get_device() != self.device:
             with launch.current_device(self.device):
-                self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream)
+                self.run(a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend)
             return
         first, second, result = self._layouts
+        addend = addend or out
         with self._lock:  # the descriptor holds this call's pointers
             known = self._known
             try:
@@ -247,7 +249,7 @@ class Plan:
                 if known[2] != bias:
                     self._patch(2, _BIAS_POINTER, bias)
                 self._matmul(
-                    self._handle, self._description, self._alpha, b, first, a, second, self._beta, out, result, out, result,
+                    self._handle, self._description, self._alpha, b, first, a, second, self._beta, addend, result, out, result,
                     self.algorithm, workspace, workspace_bytes, stream,
                 )
             except self._refusals as error:
@@ -257,7 +259,7 @@ class Plan:
             bound = None
             if self.settled:  # else another algorithm is to come
                 with contextlib.suppress(BackendError):  # the product is done; it will be done anew, not again
-                    bound = Bound(self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream))
+                    bound = Bound(self, (a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend))
             if bound is None:
                 recording.whole = False
             else:
@@ -282,7 +284,7 @@ class Bound:
     __slots__ = ("__weakref__", "_before", "_behind", "_matmul", "_plan")
 
     def __init__(self, plan: Plan, arguments: tuple[int, ...]) -> None:
-        a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream = arguments
+        a, b, out, a_scale, b_scale, bias, workspace, workspace_bytes, stream, addend = arguments
         first, second, result = plan._layouts
         self._plan, self._matmul = plan, plan._matmul
         try:
@@ -290,7 +292,7 @@ class Bound:
         except plan._refusals as error:
             raise plan.error(error) from error
         weakref.finalize(self, plan._lt.matmul_desc_destroy, description).atexit = False
-        self._before = (plan._handle, description, plan._alpha, b, first, a, second, plan._beta, out, result, out, result)
+        self._before = (plan._handle, description, plan._alpha, b, first, a, second, plan._beta, addend, result, out, result)
         self._behind = (workspace, workspace_bytes, stream)
 
     def __call__(self) -> None:

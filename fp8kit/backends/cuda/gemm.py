@@ -23,64 +23,66 @@ _ONE = (1,)
 _ALIGNMENT = 16  # bytes that cuBLASLt's FP8 products need, and its fast ones want
 
 
-def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, accumulate: bool,
-         workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
+def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None,
+         addend: ArrayView | None, workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
     """See ``backends.protocol``. BackendError when cuBLASLt is missing or refuses."""
     m, n = out.shape
     if not (m and n):
         return
     k = a.shape[0] if layout == "tn" else a.shape[1]
     if k == 0:
-        _finish(None, 0, bias, out, accumulate, stream)
+        _finish(None, 0, bias, out, addend, stream)
         return
     late_bias = bias is not None and bias.dtype is not out.dtype
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     index, limit = out.device.index, _usable(workspace)
     a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
-    aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
+    added = _added(addend, out)
+    aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr | added) % _ALIGNMENT
     fused = bias_ptr != 0
-    ready = _plain_plan(index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, accumulate, aligned, limit,
-                        timed)  # fmt: skip
+    ready = _plain_plan(index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, addend is not None, aligned,
+                        limit, timed)  # fmt: skip
     scratch = _address(workspace, limit)
     if not ready.settled:
-        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, scratch, limit, stream), stream)
-    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, scratch, limit, stream)
+        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, scratch, limit, stream, added), stream)
+    ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, scratch, limit, stream, added)
     if late_bias:
-        _finish(out.ptr, out_stride, bias, out, False, stream)
+        _finish(out.ptr, out_stride, bias, out, None, stream)
 
 
 def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView, b_scale_inv: ArrayView,
-             bias: ArrayView | None, accumulate: bool, fast_accumulate: bool, workspace: ArrayView | None, stream: int,
+             bias: ArrayView | None, addend: ArrayView | None, fast_accumulate: bool, workspace: ArrayView | None, stream: int,
              timed: bool = False) -> None:
     """See ``backends.protocol``. Where the sizes are not multiples of 16, the workspace must have ``fp8_gemm_workspace`` bytes.
 
     BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a workspace that is too small.
     """
     scaling = _TENSOR if a_scale_inv.shape == _ONE == b_scale_inv.shape else _ROW
-    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, accumulate, fast_accumulate, workspace, stream,
-                timed)
+    scaled_gemm(a, b, out, a_format, b_format, a_scale_inv, b_scale_inv, scaling, bias, addend, fast_accumulate, workspace, stream, timed)
 
 
 def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-                b_scale_inv: ArrayView, scaling: tuple[Scaling, Scaling], bias: ArrayView | None, accumulate: bool, fast_accumulate: bool,
-                workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
+                b_scale_inv: ArrayView, scaling: tuple[Scaling, Scaling], bias: ArrayView | None, addend: ArrayView | None,
+                fast_accumulate: bool, workspace: ArrayView | None, stream: int, timed: bool = False) -> None:
     """``fp8_gemm`` with any scaling of a and b that cuBLASLt has; for the others see ``cublaslt.MatmulKey``."""
     m, n = out.shape
     if not (m and n):
         return
     (padded_m, k), padded_n = a.shape, b.shape[0]
     if k == 0:
-        _finish(None, 0, bias, out, accumulate, stream)
+        _finish(None, 0, bias, out, addend, stream)
         return
     index, limit, out_stride = out.device.index, _usable(workspace), launch.row_stride(out)
     # cuBLASLt adds only a bfloat16 bias to a float32 product, so that one's is added afterwards
     late_bias = bias is not None and out.dtype is float32
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
-    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr) % _ALIGNMENT != 0
+    added = _added(addend, out)
+    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr | added) % _ALIGNMENT != 0
     fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
     a_stride, b_stride = launch.row_stride(a), launch.row_stride(b)
     ready = _scaled_plan(index, padded_m, padded_n, k, _code_type(a_format), _code_type(b_format), written, a_stride, b_stride,
-                         padded_n if unfit else out_stride, fused, accumulate and not unfit, fast_accumulate, scaling, limit, timed)
+                         padded_n if unfit else out_stride, fused, addend is not None and not unfit, fast_accumulate, scaling, limit,
+                         timed)
     product, scratch = out.ptr, _address(workspace, limit)
     if unfit:
         wanted = WORKSPACE + 4 * padded_m * padded_n
@@ -88,14 +90,15 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
             raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
         product = workspace.ptr + WORKSPACE
-    scales, bias_ptr = (a_scale_inv.ptr, b_scale_inv.ptr), 0 if unfit else bias_ptr
+    scales = a_scale_inv.ptr, b_scale_inv.ptr
+    bias_ptr, added = (0, 0) if unfit else (bias_ptr, added)
     if not ready.settled:
-        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream), stream)
-    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, scratch, limit, stream)
+        algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream, added), stream)
+    ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, scratch, limit, stream, added)
     if unfit:
-        _finish(product, padded_n, bias, out, accumulate, stream)
+        _finish(product, padded_n, bias, out, addend, stream)
     elif late_bias:
-        _finish(product, out_stride, bias, out, False, stream)
+        _finish(product, out_stride, bias, out, None, stream)
 
 
 # A call looks its plan up by what it knows without making a key. These tables hold plans for as long as they are among the last used, too.
@@ -149,9 +152,15 @@ def _code_type(fmt: Format) -> DType:
     return found
 
 
-def _finish(product: int | None, stride: int, bias: ArrayView | None, out: ArrayView, accumulate: bool, stream: int) -> None:
+def _added(addend: ArrayView | None, out: ArrayView) -> int:
+    """The address of an addend that is not ``out`` itself, else 0."""
+    return 0 if addend is None or addend.ptr == out.ptr else addend.ptr
+
+
+def _finish(product: int | None, stride: int, bias: ArrayView | None, out: ArrayView, addend: ArrayView | None, stream: int) -> None:
     m, n = out.shape
     index, name = out.device.index, launch.type_name(out.dtype)
     kernel = launch.kernel("gemm.cu", "finish", index, T=name, B=name if bias is None else launch.type_name(bias.dtype))
-    args = (product or 0, 0 if bias is None else bias.ptr, out.ptr, m, n, stride, launch.row_stride(out), accumulate)
+    args = (product or 0, 0 if bias is None else bias.ptr, 0 if addend is None else addend.ptr, out.ptr, m, n, stride,
+            launch.row_stride(out))
     launch.launch(kernel, launch.blocks(m * n, 256, index), 256, args, stream)

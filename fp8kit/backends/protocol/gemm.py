@@ -20,14 +20,15 @@ class Products(Protocol):
         out: ArrayView,
         layout: Layout,
         bias: ArrayView | None,
-        accumulate: bool,
+        addend: ArrayView | None,
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
         """High-precision product: out = a b^T ("nt": a (M, K), b (N, K)), a b ("nn": (M, K), (K, N)) or a^T b ("tn": (K, M), (K, N)),
         accumulated in float32. a, b: h, the same; out: h, the same dtype or float32, (M, N); bias: a's dtype (N,) or None, added.
-        accumulate: added onto out. a, b and out may be strided along rows (last stride 1). Where a bias or the old out joins a 16-bit
-        out, the engine may round the product to out's dtype first (cuBLASLt does in some of its kernels)."""
+        addend: of out's shape, dtype and strides, or None, added: out itself, to accumulate, or an array apart from it. a, b and out may be
+        strided along rows (last stride 1). Where a bias or an addend joins a 16-bit out, the engine may round the product to out's dtype
+        first (cuBLASLt does in some of its kernels)."""
 
     def fp8_gemm(
         self,
@@ -39,7 +40,7 @@ class Products(Protocol):
         a_scale_inv: ArrayView,
         b_scale_inv: ArrayView,
         bias: ArrayView | None,
-        accumulate: bool,
+        addend: ArrayView | None,
         fast_accumulate: bool,
         workspace: ArrayView | None,
         stream: int,
@@ -48,7 +49,7 @@ class Products(Protocol):
         out: h (M, N), Mp - 16 < M <= Mp, Np - 16 < N <= Np: rows and columns beyond are not computed into it. scale_inv: float32 [1], or
         [Mp] and [Np] (row scaling, both). bias: out's dtype (N,) or None. fast_accumulate lets the engine accumulate in the tensor cores'
         own width (Hopper: 14 bits); False promotes to float32 regularly (split accumulator). Not both E5M2. a, b and the scales are 16-byte
-        aligned. Rounding where a bias or the old out joins: as in ``gemm``."""
+        aligned. addend, and rounding where it or a bias joins: as in ``gemm``."""
 
     def block_gemm(
         self,
@@ -62,12 +63,12 @@ class Products(Protocol):
         a_tile: tuple[int, int],
         b_tile: tuple[int, int],
         bias: ArrayView | None,
-        accumulate: bool,
+        addend: ArrayView | None,
         workspace: ArrayView | None,
         stream: int,
     ) -> None:
         """FP8 product of operands scaled by blocks: out = (a * its scales) (b * its scales)^T. a: uint8 (Mp, Kp), b: uint8 (Np, Kp) with
-        their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or (128, 128), not both (128, 128). out, bias, accumulate,
+        their scale_inv, both as ``block_quantize`` writes them; tiles (1, 128) or (128, 128), not both (128, 128). out, bias, addend,
         formats, alignment as in ``fp8_gemm``; partial sums are promoted to float32 at every block (split accumulator). Workspace:
         ``fp8_gemm_workspace``."""
 

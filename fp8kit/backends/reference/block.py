@@ -60,13 +60,13 @@ def block_quantize_many(xs: Sequence[ArrayView], qs: Sequence[ArrayView | None],
 
 @quiet
 def block_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-               b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None, accumulate: bool,
-               workspace: ArrayView | None, stream: int) -> None:
+               b_scale_inv: ArrayView, a_tile: tuple[int, int], b_tile: tuple[int, int], bias: ArrayView | None,
+               addend: ArrayView | None, workspace: ArrayView | None, stream: int) -> None:
     """See ``Kernels.block_gemm``. The operands are decoded and scaled in float32 (exact for scales that are powers of two)."""
     rows, columns = out.shape
     left = _decoded(a, a_format, a_scale_inv, a_tile, rows)
     right = _decoded(b, b_format, b_scale_inv, b_tile, columns)
-    product(left, right.T, out, None, bias, accumulate)
+    product(left, right.T, out, None, bias, addend)
 
 
 def _decoded(codes: ArrayView, format: Format, scale_inv: ArrayView, tile: tuple[int, int], rows: int) -> Float32:

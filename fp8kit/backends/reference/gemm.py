@@ -16,16 +16,16 @@ from fp8kit.formats import Format
 
 
 @quiet
-def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, accumulate: bool,
+def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: ArrayView | None, addend: ArrayView | None,
          workspace: ArrayView | None, stream: int) -> None:
     """High-precision product ``out = a b`` in the layouts nt, nn, tn; see ``protocol.Kernels.gemm``."""
     left, right = f32(a), f32(b)
-    product(left.T if layout == "tn" else left, right.T if layout == "nt" else right, out, None, bias, accumulate)
+    product(left.T if layout == "tn" else left, right.T if layout == "nt" else right, out, None, bias, addend)
 
 
 @quiet
 def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView,
-             b_scale_inv: ArrayView, bias: ArrayView | None, accumulate: bool, fast_accumulate: bool,
+             b_scale_inv: ArrayView, bias: ArrayView | None, addend: ArrayView | None, fast_accumulate: bool,
              workspace: ArrayView | None, stream: int) -> None:
     """FP8 product ``out = (a b^T) * a_scale_inv * b_scale_inv``; see ``protocol.Kernels.fp8_gemm``.
 
@@ -38,7 +38,7 @@ def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_for
         scale: Array = a_scale_inv.numpy() * b_scale_inv.numpy()
     else:
         scale = np.multiply.outer(a_scale_inv.numpy()[:rows], b_scale_inv.numpy()[:columns])
-    product(left, right.T, out, scale, bias, accumulate)
+    product(left, right.T, out, scale, bias, addend)
 
 
 def gemm_workspace() -> int:
@@ -51,16 +51,17 @@ def fp8_gemm_workspace(rows: int, columns: int) -> int:
     return 0
 
 
-def product(left: Float32, right: Float32, out: ArrayView, scale: Array | None, bias: ArrayView | None, accumulate: bool) -> None:
-    """out = left right * scale + bias (+ out), in float32, rounded once. left (M, K), right (K, N); scale broadcasts to (M, N)."""
-    in_place = out.dtype is formats.float32 and not accumulate and out.contiguous
+def product(left: Float32, right: Float32, out: ArrayView, scale: Array | None, bias: ArrayView | None,
+            addend: ArrayView | None) -> None:
+    """out = left right * scale + bias + addend, in float32, rounded once. left (M, K), right (K, N); scale broadcasts to (M, N)."""
+    in_place = out.dtype is formats.float32 and addend is None and out.contiguous
     product = matmul(left, right, out.numpy() if in_place else None)
     if scale is not None:
         product *= scale
     if bias is not None:
         product += f32(bias)
-    if accumulate:
-        product += f32(out)
+    if addend is not None:
+        product += f32(addend)
     store(out, product)
 
 

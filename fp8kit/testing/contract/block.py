@@ -18,7 +18,7 @@ from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, Format, bfloat16, 
 from fp8kit.testing.compare import assert_close, assert_same_bits, sum_slack
 from fp8kit.testing.contract import get, poisoned, put, workspace
 from fp8kit.testing.contract.elementwise import ROUNDOFF, draw, hole, table, wide
-from fp8kit.testing.contract.gemm import fp8_slack, joining_slack
+from fp8kit.testing.contract.gemm import added, fp8_slack, joining_slack
 
 Array = np.ndarray[Any, Any]
 Tile = tuple[int, int]
@@ -118,7 +118,7 @@ def _quantize_many(tile: Tile, count: int) -> Callable[[Kernels, Device], None]:
 
 
 def _gemm(dtype: DType, sizes: tuple[int, int, int], a_tile: Tile = LINE, b_tile: Tile = SQUARE, a_format: Format = E4M3,
-          b_format: Format = E4M3, power_2: bool = True, bias: bool = False, accumulate: bool = False) -> Callable[[Kernels, Device], None]:
+          b_format: Format = E4M3, power_2: bool = True, bias: bool = False, add: str = "") -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, n, k = sizes
         # every block has a magnitude of its own, so that a scale in the wrong place shows
@@ -130,15 +130,14 @@ def _gemm(dtype: DType, sizes: tuple[int, int, int], a_tile: Tile = LINE, b_tile
                 for x, tile, fmt in zip(values, (a_tile, b_tile), (a_format, b_format), strict=True))
         shift, before = draw(3, (n,), dtype), draw(4, (m, n), dtype)
         out, check = hole((m, n), dtype, device, 0)
-        if accumulate:
-            kernels.copy(put(before, device), out, 0)
+        addend = added(add, before, out, kernels)
         kernels.block_gemm(put(a[0], device), put(b[0], device), out, a_format, b_format, put(a[1], device), put(b[1], device), a_tile,
-                           b_tile, put(shift, device) if bias else None, accumulate, workspace(kernels.fp8_gemm_workspace(m, n), device), 0)
+                           b_tile, put(shift, device) if bias else None, addend, workspace(kernels.fp8_gemm_workspace(m, n), device), 0)
         left, right = codec.decode(a[0], a_format) * wide(a[2]), codec.decode(b[0], b_format) * wide(b[2])
         reference, magnitude = left[:m] @ right[:n].T, np.abs(left[:m]) @ np.abs(right[:n]).T
         slack = fp8_slack(magnitude, k, False, device) + 4 * ROUNDOFF * magnitude
-        slack = slack + joining_slack(reference, dtype, int(bias) + int(accumulate), device)
-        for joins, extra in ((bias, wide(shift)), (accumulate, wide(before))):
+        slack = slack + joining_slack(reference, dtype, int(bias) + bool(add), device)
+        for joins, extra in ((bias, wide(shift)), (add, wide(before))):
             if joins:
                 reference, slack = reference + extra, slack + sum_slack(np.abs(extra), 1)
         assert_close("out", get(out), reference, dtype, slack)
@@ -165,7 +164,7 @@ CASES = [
     *table("block_gemm", {f"{d.name}-{f}-{g}": _gemm(d, (48, 160, 256), a_format=f, b_format=g)
                           for d in HIGH_PRECISION for f, g in _PAIRS}),
     *table("block_gemm", {f"{d.name}-float-scales": _gemm(d, (144, 160, 256), power_2=False) for d in HIGH_PRECISION}),
-    *table("block_gemm", {f"{d.name}-{n[0]}x{n[1]}-{'bias' if i else ''}{'accumulate' if j else ''}": _gemm(d, n, bias=i, accumulate=j)
+    *table("block_gemm", {f"{d.name}-{n[0]}x{n[1]}-{'bias' if i else ''}{j}": _gemm(d, n, bias=i, add=j)
                           for d in HIGH_PRECISION for n in ((48, 160, 256), (17, 33, 256))
-                          for i, j in ((True, False), (False, True), (True, True))}),
+                          for i, j in ((True, ""), (False, "accumulate"), (True, "accumulate"), (True, "add"))}),
 ]

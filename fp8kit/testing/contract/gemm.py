@@ -1,7 +1,7 @@
 """Contract cases of the matrix products, against float64.
 
 Tolerance: a float32 sum of K products (``sum_slack``) and one rounding to the output; on a device one more of the product alone, half
-a unit of its last place, where a bias or the old output joins a 16-bit one (the contract allows it). FP8 on tensor cores is wider:
+a unit of its last place, where a bias or an addend joins a 16-bit one (the contract allows it). FP8 on tensor cores is wider:
 Hopper aligns the 32
 products of one instruction and the accumulator to the largest of them and keeps 14 bits, so each instruction may lose 2^-13 of the sum of
 magnitudes. ``fast_accumulate`` does all ceil(K / 32) instructions so; the split accumulator at most 4 (128 products) before it promotes to
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp8kit import codec
-from fp8kit.arrays import Device
+from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.protocol import Kernels, Layout
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, Format, bfloat16, float16, float32
 from fp8kit.testing.compare import assert_close, epsilon, sum_slack
@@ -26,29 +26,38 @@ LAYOUTS: tuple[Layout, ...] = ("nt", "nn", "tn")
 
 
 def _gemm(dtype: DType, sizes: tuple[int, int, int], layout: Layout, out_dtype: DType | None = None, bias: bool = False,
-          accumulate: bool = False, gap: int = 0) -> Callable[[Kernels, Device], None]:
+          add: str = "", gap: int = 0) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, n, k = sizes
         kind = out_dtype or dtype
         a, b = draw(1, (m, k), dtype), draw(2, (k, n), dtype)
         shift, before = draw(3, (n,), dtype), draw(4, (m, n), kind)
         out, check = hole((m, n), kind, device, gap)
-        if accumulate:
-            kernels.copy(put(before, device), out, 0)
+        addend = added(add, before, out, kernels, gap)
         left = spread(np.ascontiguousarray(a.T) if layout == "tn" else a, device, gap)
         right = spread(np.ascontiguousarray(b.T) if layout == "nt" else b, device, gap)
-        kernels.gemm(left, right, out, layout, put(shift, device) if bias else None, accumulate,
+        kernels.gemm(left, right, out, layout, put(shift, device) if bias else None, addend,
                      workspace(kernels.gemm_workspace(), device), 0)
         reference, magnitude = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
-        joined = joining_slack(reference, kind, int(bias) + int(accumulate), device)
+        joined = joining_slack(reference, kind, int(bias) + bool(add), device)
         if bias:
             reference, magnitude = reference + wide(shift), magnitude + np.abs(wide(shift))
-        if accumulate:
+        if add:
             reference, magnitude = reference + wide(before), magnitude + np.abs(wide(before))
         assert_close("out", host(out), reference, kind, sum_slack(magnitude, k) + joined)
         check()
 
     return run
+
+
+def added(how: str, values: Array, out: ArrayView, kernels: Kernels, gap: int = 0) -> ArrayView | None:
+    """What a product adds: nothing (""), what stands in ``out`` ("accumulate"), or an array apart from it, as strided ("add")."""
+    if not how:
+        return None
+    addend = out if how == "accumulate" else spread(values, out.device, gap)
+    if addend is out:
+        kernels.copy(put(values, out.device), out, 0)
+    return addend
 
 
 def joining_slack(product: Array, dtype: DType, joins: int, device: Device) -> Array:
@@ -71,7 +80,7 @@ def fp8_slack(magnitude: Array, terms: int, fast: bool, device: Device) -> Array
 
 
 def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_format: Format = E4M3, fast: bool = False,
-         bias: bool = False, accumulate: bool = False, by_row: bool = False) -> Callable[[Kernels, Device], None]:
+         bias: bool = False, add: str = "", by_row: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, n, k = sizes
         m_padded, n_padded = -(-m // 16) * 16, -(-n // 16) * 16
@@ -80,16 +89,15 @@ def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_f
         count = (m_padded, n_padded) if by_row else (1, 1)
         a_scale, b_scale = (np.random.default_rng(5 + i).uniform(0.01, 0.1, c).astype(np.float32) for i, c in enumerate(count))
         out, check = hole((m, n), dtype, device, 0)
-        if accumulate:
-            kernels.copy(put(before, device), out, 0)
+        addend = added(add, before, out, kernels)
         kernels.fp8_gemm(put(a, device), put(b, device), out, a_format, b_format, put(a_scale, device), put(b_scale, device),
-                         put(shift, device) if bias else None, accumulate, fast,
+                         put(shift, device) if bias else None, addend, fast,
                          workspace(kernels.fp8_gemm_workspace(m, n), device), 0)
         left = codec.decode(a, a_format) * wide(a_scale)[:, None]
         right = codec.decode(b, b_format) * wide(b_scale)[:, None]
         reference, magnitude = left[:m] @ right[:n].T, np.abs(left[:m]) @ np.abs(right[:n]).T
-        slack = fp8_slack(magnitude, k, fast, device) + joining_slack(reference, dtype, int(bias) + int(accumulate), device)
-        for wanted, extra in ((bias, wide(shift)), (accumulate, wide(before))):
+        slack = fp8_slack(magnitude, k, fast, device) + joining_slack(reference, dtype, int(bias) + bool(add), device)
+        for wanted, extra in ((bias, wide(shift)), (add, wide(before))):
             if wanted:
                 reference, slack = reference + extra, slack + sum_slack(np.abs(extra), 1)
         assert_close("out", get(out), reference, dtype, slack)
@@ -100,22 +108,23 @@ def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_f
 
 SIZES = ((17, 33, 19), (1, 1, 1), (64, 48, 32), (5, 1, 7), (1, 9, 4), (0, 8, 8), (8, 5, 0))
 FP8_SIZES = ((32, 48, 64), (17, 33, 32), (1, 16, 16), (16, 1, 160), (130, 70, 512), (0, 16, 32), (17, 33, 0))
+ADDED = ("accumulate", "add")
 _PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 
 CASES = [
     *table("gemm", {f"{d.name}-{y}-{'x'.join(map(str, s))}": _gemm(d, s, y) for d in HIGH_PRECISION for y in LAYOUTS for s in SIZES}),
-    *table("gemm", {f"{d.name}-{y}-bias-accumulate": _gemm(d, (17, 24, 40), y, bias=True, accumulate=True)
-                    for d in HIGH_PRECISION for y in LAYOUTS}),
+    *table("gemm", {f"{d.name}-{y}-bias-{add}": _gemm(d, (17, 24, 40), y, bias=True, add=add)
+                    for d in HIGH_PRECISION for y in LAYOUTS for add in ADDED}),
     *table("gemm", {f"{d.name}-{y}-bias": _gemm(d, (33, 24, 16), y, bias=True) for d in HIGH_PRECISION for y in LAYOUTS}),
-    *table("gemm", {f"{d.name}-{y}-float32-accumulate": _gemm(d, (32, 17, 64), y, float32, accumulate=True)
-                    for d in (bfloat16, float16) for y in LAYOUTS}),
-    *table("gemm", {f"{d.name}-{y}-strided-{g}": _gemm(d, (24, 32, 16), y, accumulate=g == 16, gap=g)
+    *table("gemm", {f"{d.name}-{y}-float32-{add}": _gemm(d, (32, 17, 64), y, float32, add=add)
+                    for d in (bfloat16, float16) for y in LAYOUTS for add in ADDED}),
+    *table("gemm", {f"{d.name}-{y}-strided-{g}": _gemm(d, (24, 32, 16), y, add="accumulate" if g == 16 else "add", gap=g)
                     for d in HIGH_PRECISION for y in LAYOUTS for g in (16, 3)}),
     *table("fp8_gemm", {f"{d.name}-{'x'.join(map(str, s))}-{'fast' if f else 'split'}": _fp8(d, s, fast=f)
                         for d in HIGH_PRECISION for s in FP8_SIZES for f in (False, True)}),
     *table("fp8_gemm", {f"{d.name}-{a}-{b}": _fp8(d, (17, 48, 96), a, b) for d in HIGH_PRECISION for a, b in _PAIRS}),
-    *table("fp8_gemm", {f"{d.name}-{n[0]}x{n[1]}-bias-accumulate": _fp8(d, n, bias=True, accumulate=True)
-                        for d in HIGH_PRECISION for n in ((48, 32, 64), (17, 33, 64))}),
+    *table("fp8_gemm", {f"{d.name}-{n[0]}x{n[1]}-bias-{add}": _fp8(d, n, bias=True, add=add)
+                        for d in HIGH_PRECISION for n in ((48, 32, 64), (17, 33, 64), (17, 33, 0)) for add in ADDED}),
     *table("fp8_gemm", {f"{d.name}-bias-E5M2": _fp8(d, (48, 32, 64), E5M2, E4M3, bias=True) for d in HIGH_PRECISION}),
     *table("fp8_gemm", {f"{d.name}-rows-{n[0]}x{n[1]}": _fp8(d, n, by_row=True) for d in HIGH_PRECISION
                         for n in ((32, 48, 64), (17, 33, 32))}),
