@@ -217,9 +217,10 @@ class MultiheadAttention(Watched):
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any], ahead: Ahead,
                checkpoint_core: bool = False, residual: bool = False, return_norm: bool = False,
-               rotary_pos_emb: Any = None) -> Branch:
-        """y, and the residual stream and norm(x) where asked for; ``bias``: proj's; ``options``: the core attention's, and ``ahead`` what
-        ``settle`` said of them and of ``rotary_pos_emb``."""
+               rotary_pos_emb: Any = None, joins: str | None = None) -> Branch:
+        """y, and "residual", the residual stream, and "normed", norm(x), where asked for, one of which proj's product adds to y where it
+        ``joins``; ``bias``: proj's; ``options``: the core attention's, and ``ahead`` what ``settle`` said of them and of
+        ``rotary_pos_emb``."""
         first, source = getattr(self, self._first), ahead.source
         asked: dict[str, Any] = {"bias": first.bias_mode}
         if self.input_layernorm:
@@ -241,7 +242,8 @@ class MultiheadAttention(Watched):
         if ahead.core is not None and isinstance(self.core_attention, DotProductAttention):
             given["settled"] = ahead.core
         o = checkpoint(self.core_attention, use_reentrant=False, **given) if checkpoint_core else self.core_attention(**given)
-        return Branch(self.proj(o, is_first_microbatch, part={"bias": bias}), out.residual, out.normed)
+        asked = {"bias": bias} if joins is None else {"bias": bias, "residual": getattr(out, joins).to(o.dtype)}
+        return Branch(self.proj(o, is_first_microbatch, part=asked), out.residual, out.normed)
 
     def _split(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Queries, keys and values, each (..., heads, d)."""

@@ -139,6 +139,9 @@ class Linear(LinearBase):
         y = self.branch(x, is_first_microbatch, self.bias_mode, fp8_output, fp8_grad)
         return (y, self.bias) if self.return_bias else y
 
-    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, fp8_output: bool = False, fp8_grad: bool = False) -> Tensor:
-        """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made here ("deferred")."""
-        return self.run({"x": x, **self.product_inputs(bias)}, is_first_microbatch, bias, fp8_output, fp8_grad)["y"]
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, fp8_output: bool = False, fp8_grad: bool = False,
+               residual: Tensor | None = None) -> Tensor:
+        """y with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made here ("deferred"), and with
+        ``residual`` added, like y."""
+        inputs = {"x": x, **self.product_inputs(bias), "residual": residual}
+        return self.run(inputs, is_first_microbatch, bias, fp8_output, fp8_grad)["y"]

@@ -219,28 +219,34 @@ class TransformerLayer(Watched):
             return self._join(both, None, beside.residual, paths)
 
         post = self.apply_residual_connection_post_layernorm
-        late = self._late_bias(attention, attention.proj)
-        stream, ask = _STREAMS[post and attention.input_layernorm]
-        out = as_branch(attention(x, is_first_microbatch=first, part={"bias": late, **core, **ask}))
-        a = self._join(out.y, attention.proj_bias if late == "deferred" else None, getattr(out, stream), paths)
-        stream, ask = _STREAMS[post]
+        a = self._attend(attention, x, first, core, post and attention.input_layernorm, paths)
         if self.inter_attention is not None:
-            late = self._late_bias(self.inter_attention, self.inter_attention.proj)
-            out = as_branch(self.inter_attention(a, is_first_microbatch=first, part={"bias": late, **across, **ask}))
-            a = self._join(out.y, self.inter_attention.proj_bias if late == "deferred" else None, getattr(out, stream))
-        if self._joins():
+            a = self._attend(self.inter_attention, a, first, across, post, None)
+        if not post and self._joins(paths, mlp):
             y = as_branch(mlp(a, first, part={"bias": "add" if mlp.use_bias else "none", "joins": True})).y
-            return y if self.layernorm is None else self.layernorm(y)
-        late = self._late_bias(mlp, mlp)
-        out = as_branch(mlp(a, first, part={"bias": late, **ask}))
-        y = self._join(out.y, mlp.fc2_bias if late == "deferred" else None, getattr(out, stream), paths)
+        else:
+            stream, ask = _STREAMS[post]
+            late = self._late_bias(mlp, mlp)
+            out = as_branch(mlp(a, first, part={"bias": late, **ask}))
+            y = self._join(out.y, mlp.fc2_bias if late == "deferred" else None, getattr(out, stream), paths)
         return y if self.layernorm is None else self.layernorm(y)
 
-    def _joins(self) -> bool:
-        """Whether fc2's product adds the residual: nothing comes between, and nobody wants to see what the MLP alone gives."""
-        between = self.apply_residual_connection_post_layernorm or (self.training and (self.hidden_dropout or self.drop_path_rate))
-        mlp = self.layernorm_mlp
-        return not between and not mlp._forward_hooks and type(mlp).forward is LayerNormMLP.forward
+    def _attend(self, layer: MultiheadAttention, x: Tensor, first: bool | None, given: Mapping[str, Any], post: bool, paths: Any) -> Tensor:
+        """x, or with ``post`` its norm, and what ``layer`` makes of it."""
+        stream, ask = _STREAMS[post]
+        if self._joins(paths, layer, layer.proj):
+            bias = "add" if layer.proj.use_bias else "none"
+            return as_branch(layer(x, is_first_microbatch=first, part={"bias": bias, "joins": stream, **given, **ask})).y
+        late = self._late_bias(layer, layer.proj)
+        out = as_branch(layer(x, is_first_microbatch=first, part={"bias": late, **given, **ask}))
+        return self._join(out.y, layer.proj_bias if late == "deferred" else None, getattr(out, stream), paths)
+
+    def _joins(self, paths: Any, *parts: Any) -> bool:
+        """Whether a branch's last product adds the residual: nothing comes between, and nobody wants to see what the branch alone gives,
+        or what one of its ``parts`` does."""
+        if self.training and (self.hidden_dropout or (self.drop_path_rate and paths is not None)):
+            return False
+        return not any(part._forward_hooks or _PARTS.get(type(part)) is not type(part).forward for part in parts)
 
     def _late_bias(self, branch: MultiheadAttention | LayerNormMLP, last: Linear | LayerNormMLP) -> str:
         """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its gradient), but not where the

@@ -163,7 +163,7 @@ def kernel_cases(layer: Layer = FULL.large, vocabulary: int = FULL.vocabulary) -
         KernelCase("norm, cast both ways", "norm_fwd", m, h, (_X, _GAMMA, _BETA, *_CAST, *_STATISTICS), _norm_fwd, 2),
         KernelCase("attention's output, cast both ways", "quantize_transpose", m, h, (_X, *_CAST), _both_ways, 1),
         KernelCase("bias, GELU, cast both ways", "act_fwd", m, f, (_X, bias, *_CAST), _act_fwd, 1),
-        KernelCase("bias, residual", "dropout_add", m, h, (_X, bias, _RESIDUAL, _Y), _dropout_add, 1, within=1),
+        KernelCase("bias, residual", "dropout_add", m, h, (_X, bias, _RESIDUAL, _Y), _dropout_add, within=2),
         _weights("qkv's weight", 3 * h, h), _weights("proj's weight", h, h), _weights("fc1's weight", f, h), _weights("fc2's weight", h, f),
         KernelCase("gradient, cast both ways, sums", "quantize_transpose", m, h, grads, _both_ways, 2, _sums),
         KernelCase("GELU's gradient, cast both ways, sums", "act_bwd", m, f, (_DY, _X, bias, *_CAST, _DBIAS), _act_bwd, 1, _act_sums),

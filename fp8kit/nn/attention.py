@@ -180,9 +180,10 @@ class MultiheadAttention(Module):
         return getattr(self.proj, "bias", None)
 
     def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, options: Mapping[str, Any], ahead: Ahead,
-               checkpoint_core: bool = False, residual: bool = False, return_norm: bool = False) -> dict[str, Tensor]:
-        """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``); ``bias``: proj's; ``options``: the
-        core attention's, and ``ahead`` what ``settle`` said of them."""
+               checkpoint_core: bool = False, residual: bool = False, return_norm: bool = False,
+               joins: str | None = None) -> dict[str, Tensor]:
+        """Outputs "y", and "residual" and "normed" where asked for (see ``LayerNormLinear.branch``), one of which proj's product adds to y
+        where it ``joins``; ``bias``: proj's; ``options``: the core attention's, and ``ahead`` what ``settle`` said of them."""
         first, source = getattr(self, self._first), ahead.source
         out: dict[str, Tensor] = {"residual": x}
         if self.input_layernorm:
@@ -199,7 +200,7 @@ class MultiheadAttention(Module):
         layers = normed_and_turned(layers, self._normed, turn, self.qk_norm_before_rope)
         dim = -2 if self._interleaved and not self._apart else -3
         o = self.core_attention(**layers, **options, qkv_interleave_dim=dim, checkpoint_core_attention=checkpoint_core, settled=ahead.core)
-        return out | {"y": self.proj.branch(o, is_first_microbatch, bias)}
+        return out | {"y": self.proj.branch(o, is_first_microbatch, bias, None if joins is None else out[joins])}
 
     def _split(self, layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Queries, keys and values, each (..., heads, d)."""

@@ -127,7 +127,7 @@ class Linear(LinearBase):
         y = self.branch(as_tensor("Linear", "inp", inp), is_first_microbatch, self.bias_mode)
         return (y, self.bias if self.use_bias else None) if self.return_bias else y  # type: ignore[attr-defined]
 
-    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str) -> Tensor:
+    def branch(self, x: Tensor, is_first_microbatch: bool | None, bias: str, residual: Tensor | None = None) -> Tensor:
         """y for ``x`` as in ``forward``, with the bias "add"-ed, not ("none"), or left to a later operation while its gradient is made here
-        ("deferred")."""
-        return self.run({"x": x, **self.product_inputs(bias)}, is_first_microbatch, bias)["y"]
+        ("deferred"), and with ``residual`` added, like y."""
+        return self.run({"x": x, **self.product_inputs(bias), "residual": residual}, is_first_microbatch, bias)["y"]

@@ -10,7 +10,7 @@ from fp8kit.arguments import choice, flag, integer, number
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
-from fp8kit.layers import ACROSS, known_options, sequence_starts, want_no_encoder
+from fp8kit.layers import ACROSS, Ahead, known_options, sequence_starts, want_no_encoder
 from fp8kit.nn import random
 from fp8kit.nn.attention import MultiheadAttention
 from fp8kit.nn.embedding import dropout_spec
@@ -181,19 +181,27 @@ class TransformerLayer(Module):
             return self._join(out["y"] + beside["y"], None, beside["residual"], paths)
 
         post = self.apply_residual_connection_post_layernorm
-        bias = "deferred" if attention.proj.use_bias else "none"  # dropout_add adds it, proj's backward makes its gradient
-        stream, ask = _STREAMS[post and attention.input_layernorm]
-        out = attention.branch(x, first, bias, own, ahead, checkpoint_core_attention, **ask)
-        a = self._join(out["y"], attention.proj_bias, out[stream], paths)
-        stream, ask = _STREAMS[post]
+        dropped, thinned = self.training and self.hidden_dropout, self.training and self.drop_path_rate
+        # Where nothing comes between, a branch's last product adds bias and residual. Else ``_join`` does, and that product's backward
+        # makes the bias's gradient.
+        early, late = ("add", "deferred") if attention.proj.use_bias else ("none", "none")
+
+        def attend(layer: MultiheadAttention, x: Tensor, given: Any, ahead: Ahead, post: bool, paths: Any) -> Tensor:
+            stream, ask = _STREAMS[post]
+            joins = not (dropped or (thinned and paths is not None))
+            out = layer.branch(x, first, early if joins else late, given, ahead, checkpoint_core_attention, **ask,
+                               joins=stream if joins else None)
+            return out["y"] if joins else self._join(out["y"], layer.proj_bias, out[stream], paths)
+
+        a = attend(attention, x, own, ahead, post and attention.input_layernorm, paths)
         if self.inter_attention is not None:
-            out = self.inter_attention.branch(a, first, bias, across, beyond, checkpoint_core_attention, **ask)
-            a = self._join(out["y"], self.inter_attention.proj_bias, out[stream])
-        if post or (self.training and (self.hidden_dropout or self.drop_path_rate)):
-            out = mlp.branch(a, first, bias, **ask)
+            a = attend(self.inter_attention, a, across, beyond, post, None)
+        if post or dropped or thinned:
+            stream, ask = _STREAMS[post]
+            out = mlp.branch(a, first, late, **ask)
             y = self._join(out["y"], mlp.fc2_bias, out[stream], paths)
-        else:  # nothing comes between, so that fc2's product adds it all
-            y = mlp.branch(a, first, "add" if mlp.use_bias else "none", joins=True)["y"]
+        else:
+            y = mlp.branch(a, first, early, joins=True)["y"]
         return y if self.layernorm is None else self.layernorm(y)
 
     def _join(self, branch: Tensor, bias: Tensor | None, residual: Tensor, paths: tuple[Mapping[str, Any], Any] | None = None) -> Tensor:

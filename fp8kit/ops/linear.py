@@ -1,4 +1,4 @@
-"""``linear``: y = x W^T + b, and ``weight_cast``: the FP8 weight alone, to be cached across micro-batches."""
+"""``linear``: y = x W^T + b (+ a residual), and ``weight_cast``: the FP8 weight alone, to be cached across micro-batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8kit.formats import uint8
-from fp8kit.ops.product import Product, ProductSpec, row_count, want_rows
+from fp8kit.ops.product import Product, ProductSpec, row_count, want, want_rows
 from fp8kit.ops.products import product_of
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
 
@@ -19,11 +19,11 @@ class LinearSpec:
 
 
 class Linear(Operation):
-    """y = x W^T + b.
+    """y = x W^T + b, and + residual where there is one: the product adds it, and its gradient is y's own cotangent.
 
-    Inputs: x h (..., in); weight0.. (out_i, in) or (in, out_i); bias0.. (out_i,); x_scale, w_scale float32 [1] (delayed scaling);
-    with a cached weight ``weight_cast``'s outputs; with a cached input likewise, and x's own data are not read. Outputs: y h (..., out);
-    x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*, and g_amax; backward reads g_scale.
+    Inputs: x h (..., in); weight0.. (out_i, in) or (in, out_i); bias0.. (out_i,); residual h like y or None; x_scale, w_scale
+    float32 [1] (delayed scaling); with a cached weight ``weight_cast``'s outputs; with a cached input likewise, and x's own data are not
+    read. Outputs: y h (..., out); x_amax, w_amax float32 [1]. Gradients: x, weight*, bias*, residual, and g_amax; backward reads g_scale.
     """
 
     name = "linear"
@@ -39,10 +39,13 @@ class Linear(Operation):
         p.check(self.name, metas)
         x = metas["x"]
         assert x is not None
-        outputs = {"y": Meta((*x.shape[:-1], p.n), x.dtype)} | p.outputs()
+        y = Meta((*x.shape[:-1], p.n), x.dtype)
+        if metas.get("residual") is not None:
+            want(self.name, "residual", metas, y.shape, y.dtype)
+        outputs = {"y": y} | p.outputs()
         kept = p.kept() + (("x",) if spec.product.fp8 is None and p.needs_w else ())
         grads = ({"x": Meta(x.shape, x.dtype)} if p.needs_x else {}) | p.grads()
-        return Signature(outputs, p.saved(), kept, grads)
+        return Signature(outputs, p.saved(), kept, grads, {}, {"residual": "y"} if "residual" in needs else {})
 
     def plan(self, spec: LinearSpec, metas: Metas, needs: frozenset[str], kernels: Any) -> Plan:
         p = self._product(spec, metas, needs)
@@ -55,7 +58,8 @@ class Linear(Operation):
         assert x is not None and y is not None
         x2 = x.rows()
         p.cast_x(plan.kernels, x2, inputs, outputs, saved, scratch, stream)
-        p.fprop(plan.kernels, x2, inputs, outputs, saved, scratch, y.rows(), stream)
+        residual = inputs.get("residual")
+        p.fprop(plan.kernels, x2, inputs, outputs, saved, scratch, y.rows(), stream, None if residual is None else residual.rows())
 
     def measure(self, plan: Plan, inputs: Views, outputs: Views, scratch: Views, stream: int) -> None:
         x = inputs["x"]

@@ -325,6 +325,33 @@ def test_a_residual_joins_within_the_product_with_one_rounding(fp8: Fp8 | None, 
         assert_close("y", y, wide, formats.bfloat16, np.abs(plain["y"].numpy().astype(np.float64)) * 2.0**-8)
 
 
+@pytest.mark.parametrize("layout", ["oi", "io"])
+@pytest.mark.parametrize("fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"])
+def test_linear_adds_a_residual(fp8: Fp8 | None, layout: str) -> None:
+    """In float32 the bits of an addition apart; its gradient is the output's own."""
+    segments = (17, 23)
+    spec = LinearSpec(ProductSpec(24, segments, layout=layout, fp8=fp8))
+    x, residual, g = normal(20, 24), normal(20, 40), normal(20, 40)
+    values = {"x": x} | named("weight", cut(normal(40, 24), segments, layout)) | named("bias", [normal(n) for n in segments])
+    scale = {"x_scale": one(50.0), "w_scale": one(300.0)} if fp8 is DELAYED else {}
+    late = {"g_scale": one(2000.0)} if fp8 is DELAYED else {}
+
+    def run(**more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = {name: tensor(value, True) for name, value in (values | more).items()}
+        return apply(linear, spec, inputs | scale, late=late)["y"], inputs
+
+    plain, apart = run()
+    y, joined = run(residual=residual)
+    plain.backward(g)
+    y.backward(g)
+    assert_same_bits("y", y.numpy(), plain.numpy() + residual)
+    assert_same_bits("residual", joined["residual"].grad.numpy(), g)
+    for name in values:
+        assert_same_bits(name, joined[name].grad.numpy(), apart[name].grad.numpy())
+    with pytest.raises(ShapeError, match=r"linear: residual: got shape \(20, 24\), expected shape \(20, 40\)"):
+        run(residual=x)
+
+
 def test_a_residual_joins_only_an_output_of_its_size() -> None:
     with pytest.raises(ShapeError, match=r"norm_mlp: fc2: got 16 output features, expected 24"):
         NormMLPSpec(NormSpec(24), ProductSpec(24, (40,), prefix="fc1_"), ProductSpec(40, (16,), prefix="fc2_"), joins=True)

@@ -401,12 +401,12 @@ def _operands(device):
     own = {"weight0": r(24, 16), "bias0": r(24)}
     codes, codes16 = (torch.arange(rows * 16, device=device).reshape(rows, 16).to(torch.uint8) % 64 for rows in (6, 16))
     return {
-        "linear": (LinearSpec(quantised), {"x": r(2, 3, 16), **own}, "x weight0 bias0", ("",), True),
+        "linear": (LinearSpec(quantised), {"x": r(2, 3, 16), **own, "residual": r(2, 3, 24)}, "x weight0 bias0 residual", ("",), True),
         "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",), True),
         "norm": (norm, norms, "x norm_weight norm_bias", (), False),
         "norm_linear": (NormLinearSpec(norm, plain, True, True), norms | own, "x norm_weight norm_bias weight0 bias0", (), False),
         "norm_mlp": (
-            NormMLPSpec(norm, fc1, fc2),
+            NormMLPSpec(norm, fc1, fc2, joins=True),
             norms | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
             "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0", (), False,
         ),
