@@ -79,7 +79,8 @@ class NormMLPSpec:
             wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
             raise ShapeError(expected("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted))
         if self.joins and self.norm.features != self.fc2.out_features:
-            raise ShapeError(expected("norm_mlp", "fc2", f"{self.fc2.out_features} output features", f"{self.norm.features}, as x, to join"))
+            wanted = f"{self.norm.features}, as x, to join"
+            raise ShapeError(expected("norm_mlp", "fc2", f"{self.fc2.out_features} output features", wanted))
         if self.fc1.bias == "add":
             object.__setattr__(self, "fc1", replace(self.fc1, bias="deferred"))
 

@@ -194,8 +194,8 @@ class Product:
         self, k: Any, x: ArrayView | None, inputs: Views, outputs: Views, saved: Views, scratch: Views, y: ArrayView, stream: int,
         addend: ArrayView | None = None,
     ) -> None:  # fmt: skip
-        """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x`` or a fused kernel,
-        and may be None."""
+        """y = x W^T (+ bias) (+ ``addend``, like y). ``x``, h (M, K), is read in high precision only; in FP8 it has been cast by ``cast_x``
+        or a fused kernel, and may be None."""
         raise NotImplementedError
 
     def save_weight(self, k: Any, inputs: Views, saved: Views, scratch: Views, stream: int) -> None:

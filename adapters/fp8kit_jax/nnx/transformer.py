@@ -48,15 +48,11 @@ class TransformerLayer(nnx.Module):
     def __call__(self, x: Any, **given: Any) -> Any:
         """``x``: h (b, s, H); ``given``: ``mask``, ``bias``, ``cu_seqlens_q`` and so on, of the attention. Returns h like x."""
         functions.known("TransformerLayer", given)
-        x = self._joined(self.dropout(), self.path(), *self.attention(x, return_residual=True, return_bias=True, **given))
-        dropout, path = self.dropout(), self.path()
-        if not dropout[0] and not path[0]:  # nothing comes between, so that the second product adds it all
-            return self.mlp(x, join_residual=True)
-        return self._joined(dropout, path, *self.mlp(x, return_residual=True, return_bias=True))
+        x = self._joined(*self.attention(x, return_residual=True, return_bias=True, **given))
+        return self._joined(*self.mlp(x, return_residual=True, return_bias=True))
 
-    def _joined(self, dropout: tuple[float, Any], paths: tuple[float, Any], branch: Any, residual: Any, bias: Any) -> Any:
-        """residual + dropout(branch + bias), with what ``Dropout`` says."""
-        (rate, key), (path, path_key) = dropout, paths
+    def _joined(self, branch: Any, residual: Any, bias: Any) -> Any:
+        (rate, key), (path, path_key) = self.dropout(), self.path()
         if not path:
             return small.dropout_add(branch, residual, bias, rate, key)
         branch = branch if bias is None and not rate else small.dropout_add(branch, None, bias, rate, key)

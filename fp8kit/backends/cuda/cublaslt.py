@@ -228,8 +228,8 @@ class Plan:
 
     def run(self, a: int, b: int, out: int, a_scale: int, b_scale: int, bias: int, workspace: int, workspace_bytes: int,
             stream: int, addend: int = 0) -> None:
-        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle; ``addend``: what is added where the
-        key says so, 0 is out itself.
+        """Launch the product. Addresses, 0 for what the key does not have; ``stream`` is the raw handle; ``addend``: what is added where
+        the key says so, 0 is out itself.
 
         Raises BackendError when cuBLASLt refuses.
         """
