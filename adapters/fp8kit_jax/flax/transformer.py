@@ -131,7 +131,7 @@ class TransformerLayer(nn.Module):
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
             x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
-        between = post or not (deterministic or (self.hidden_dropout == 0 and self.drop_path == 0))  # the MLP and its residual
+        between = post or (not deterministic and (self.hidden_dropout > 0 or self.drop_path > 0))  # the MLP and its residual
         mlp = LayerNormMLP(
             self.mlp_hidden_size, epsilon=self.layernorm_epsilon, kernel_init=self.mlp_kernel_init, activations=self.mlp_activations,
             activation_params=self.mlp_activation_params, intermediate_dropout_rng_name=self.dropout_rng_name,
