@@ -75,9 +75,7 @@ def ours(heads: int, p: Parameters, sets: Any, x: Any) -> Any:
     a = fj.dropout_add(out, x, bias)
     kernels, biases = (mlp["fc1_weight"][None], mlp["fc2_weight"]), (mlp["fc1_bias"][None], mlp["fc2_bias"])
     norm = (mlp["layer_norm_weight"], mlp["layer_norm_bias"])
-    out, a, bias = fj.layernorm_mlp(a, *norm, kernels, biases, epsilon=EPSILON, quantizer_sets=sets[2:], kernel_layout="oi",
-                                    return_residual=True, return_bias=True)
-    return fj.dropout_add(out, a, bias)
+    return fj.layernorm_mlp(a, *norm, kernels, biases, epsilon=EPSILON, quantizer_sets=sets[2:], kernel_layout="oi", join_residual=True)
 
 
 def plain(heads: int, attention: str, p: Parameters, x: Any) -> Any:

@@ -79,6 +79,18 @@ def local(program: Program, made: tuple[tuple[Cut, int], ...]) -> Program | None
     return part if _aligned(program, part, [cut.kind for cut, _ in made]) else None
 
 
+def unjoined(program: Program, arrays: Sequence[Any]) -> tuple[Program, list[Any], Any]:
+    """A program that adds x to its y, as one whose y is a sum over parts: it adds nothing, what is to be added to the sum comes last of the
+    three, and in backward y's cotangent is that of a residual stream as well, which counts ``once``."""
+    if not getattr(program.spec, "joins", False):
+        return program, list(arrays), None
+    have = {name: array for (name, _), array in zip(program.arguments, arrays, strict=True)}
+    if program.face != "backward":
+        return replace(program, spec=replace(program.spec, joins=False)), list(arrays), have["x"]
+    spec, cotangents = replace(program.spec, joins=False, residual=True), (*program.cotangents, "residual")
+    return replace(program, spec=spec, cotangents=cotangents), [*arrays, have["y"]], None
+
+
 # --- static arguments -------------------------------------------------------------------------------------------------
 
 

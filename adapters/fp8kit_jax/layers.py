@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from fp8kit.arguments import flag, shown
 from fp8kit.backends.protocol import BLOCK
-from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
 from fp8kit.ops.linear import LinearSpec, linear
 from fp8kit.ops.norm import NormSpec
 from fp8kit.ops.norm_linear import NormLinearSpec, norm_linear
@@ -94,7 +94,7 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
                   zero_centered_gamma: bool = False, epsilon: float = 1e-6, activation_type: Sequence[str] = ("gelu",),
                   quantizer_sets: Sequence[QuantizerSet | None] = (None, None), return_layernorm_output: bool = False,
                   kernel_layout: str = "io", activation_params: Mapping[str, float] | None = None, return_residual: bool = False,
-                  return_bias: bool = False) -> Any:
+                  return_bias: bool = False, join_residual: bool = False) -> Any:
     """y = act(norm(x) kernel1 + bias1) kernel2 + bias2, in one operation.
 
     * ``x``: h (..., H). ``kernels``: h (H, a, F) and (F, H), a = len(activation_type); ``biases``: h (a, F) and (H,), or None and None.
@@ -102,13 +102,17 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``: bias2 is not added, as in
       ``dense``. The rest: as ``layernorm_dense``.
+    * ``join_residual``: x is added to y, within the second product, and y's gradient to x's within the norm's kernel; neither
+      ``return_residual`` nor ``return_bias`` then.
 
     Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``, bias2 or None with
-    ``return_bias``). Raises ShapeError, FormatError or RecipeError when it is traced.
+    ``return_bias``). Raises ShapeError, FormatError, RecipeError or ArgumentError when it is traced.
     """
     op = "layernorm_mlp"
     later = flag(op, "return_bias", return_bias)
     beside = _beside(op, return_layernorm_output, return_residual)
+    joins = flag(op, "join_residual", join_residual)
+    check_join(op, joins, "residual" in beside, later)
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -131,7 +135,7 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     fc1 = _product(k1, kernel_layout, first, b1, "fc1_")
     fc2 = _product(k2, kernel_layout, second, b2, "fc2_", later)
     norm = norm_spec(op, x, norm_type, epsilon, zero_centered_gamma)
-    spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers)
+    spec = NormMLPSpec(norm, fc1, fc2, act, "residual" in beside, "normed" in beside, numbers, joins=joins)
     wide = (parts, fc2.in_features)
     inputs = {
         "x": x, "norm_weight": gamma, "norm_bias": _beta(op, norm_type, beta), "fc1_weight0": k1, "fc2_weight0": k2, "fc2_bias0": b2,
@@ -149,6 +153,13 @@ def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) 
     asked = {"normed": flag(operation, "return_layernorm_output", return_layernorm_output),
              "residual": flag(operation, "return_residual", return_residual)}
     return tuple(name for name, wanted in asked.items() if wanted)
+
+
+def check_join(operation: str, joins: bool, residual: bool, later: bool) -> None:
+    """ArgumentError where x joins y and is to come back too, or the bias that joins with it."""
+    for name, asked in (("return_residual", residual), ("return_bias", later)):
+        if joins and asked:
+            raise ArgumentError(expected(operation, name, asked, "False with join_residual"))
 
 
 def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8kit.arrays import Shape
 from fp8kit_jax import manual, shared, spread
-from fp8kit_jax.cuts import RUNNING, Cut, cuts, local
+from fp8kit_jax.cuts import RUNNING, Cut, cuts, local, unjoined
 from fp8kit_jax.program import Program
 
 Bind = Callable[..., Any]
@@ -167,7 +167,9 @@ def _partition(program: Program, bind: Bind, wide: bool, mesh: Any, arg_shapes: 
 
 def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence[Chosen]) -> tuple[Any, ...]:
     """One device's program, and what its results need of the other devices."""
-    given = list(arrays)
+    given, addend = list(arrays), None
+    if any(one.cut.kind == "inner" for one in chosen):
+        part, given, addend = unjoined(part, arrays)
     for one in chosen:
         for i in one.cut.once(part):
             given[i] = jnp.where(manual.first(one.axes), given[i], jnp.zeros_like(given[i]))
@@ -186,4 +188,6 @@ def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence
                 results[i] = jax.lax.pmax(results[i], one.axes)
             elif one.results[i] is None and one.cut.sums(part.face, name) and not special:
                 results[i] = jax.lax.psum(results[i], one.axes)
+        if name == "y" and addend is not None:
+            results[i] = results[i] + addend
     return tuple(results)

@@ -192,6 +192,7 @@ class LayerNormDenseGeneral(nn.Module):
 class LayerNormMLP(nn.Module):
     """y = act(norm(x) wi_kernel + wi_bias) wo_kernel + wo_bias; returns (y, norm(x) where ``return_layernorm_output``, else None), and with
     ``return_residual`` x itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which then is not added, or None.
+    ``join_residual``: x is added to y, see ``fp8kit_jax.layernorm_mlp``; neither of the two then.
 
     Parameters ``scale``, ``ln_bias``, ``wi_kernel`` (H, a, F), ``wo_kernel`` (F, H), ``wi_bias`` (a, F), ``wo_bias`` (H,), with
     a = len(activations), which with ``activation_params`` are as in ``fp8kit_jax.activation``; adaptations' names begin with ``wi_`` and
@@ -236,11 +237,13 @@ class LayerNormMLP(nn.Module):
     quantization_checkpoint_name: str | None = None
     return_residual: bool = False
     return_bias: bool = False
+    join_residual: bool = False
 
     @nn.compact
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
+        functions.check_join("LayerNormMLP", self.join_residual, self.return_residual, self.return_bias)
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
         hidden, wide, parts, kind = inputs.shape[-1], self.intermediate_dim, tuple(self.activations), inputs.dtype
@@ -258,10 +261,12 @@ class LayerNormMLP(nn.Module):
         rate = 0.0 if deterministic else self.intermediate_dropout_rate
         apart = rate or self.enable_low_rank_adaptation or constrains(self.dot_1_input_axes) or constrains(self.dot_2_input_axes)
         if self.enable_layernorm and not apart:
-            options = (*norm, parts, sets, self.return_layernorm_output, "io", self.activation_params, True, self.return_bias)
-            y, *beside = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *options)
+            own = (self.return_layernorm_output, "io", self.activation_params)
+            y = functions.layernorm_mlp(inputs, scale, ln_bias, (wi, wo), (bi, bo), *norm, parts, sets, *own,
+                                        not self.join_residual, self.return_bias, self.join_residual)
+            y, *beside = y if isinstance(y, tuple) else (y,)
             normed = beside.pop(0) if self.return_layernorm_output else None
-            return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, *beside)
+            return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, *(beside or [None]))
         if self.enable_layernorm and not constrains(self.dot_1_input_axes):
             h, normed, residual = functions.layernorm_dense(
                 inputs, wi, scale, ln_bias, bi, *norm, sets[0], return_layernorm_output=True, return_residual=True)
@@ -275,7 +280,10 @@ class LayerNormMLP(nn.Module):
         if rate:
             act = dropped(act, rate, self.make_rng(self.intermediate_dropout_rng_name), tuple(self.intermediate_hidden_dropout_dims))
         act = constrained(act, self.dot_2_input_axes)
-        y = functions.dense(act, wo, bo, quantizer_set=sets[1], return_bias=self.return_bias)
-        y, *later = y if self.return_bias else (y,)
+        late = self.return_bias or self.join_residual
+        y = functions.dense(act, wo, bo, quantizer_set=sets[1], return_bias=late)
+        y, *later = y if late else (y,)
         y = adapted(self, y, act, (inputs.ndim - 1,), (hidden,), "wo_")
+        if self.join_residual:
+            y = small.dropout_add(y, residual, later.pop())
         return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *later)

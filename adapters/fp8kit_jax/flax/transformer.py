@@ -131,14 +131,17 @@ class TransformerLayer(nn.Module):
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
             x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
+        between = post or (not deterministic and (self.hidden_dropout > 0 or self.drop_path > 0))  # the MLP and its residual
         mlp = LayerNormMLP(
             self.mlp_hidden_size, epsilon=self.layernorm_epsilon, kernel_init=self.mlp_kernel_init, activations=self.mlp_activations,
             activation_params=self.mlp_activation_params, intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout, intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            name="mlp", **ask, **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
+            name="mlp", **(ask if between else {"join_residual": True}), **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
         )  # fmt: skip
-        y, normed, residual, later = mlp(x, deterministic)
-        y = joined(self, y, later, normed if post else residual, deterministic, self.drop_path)
+        y, normed, *late = mlp(x, deterministic)
+        if between:
+            residual, later = late
+            y = joined(self, y, later, normed if post else residual, deterministic, self.drop_path)
         if not self.output_layernorm:
             return y
         axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}

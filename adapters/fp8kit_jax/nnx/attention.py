@@ -31,9 +31,14 @@ class Dropout(nnx.Module):
         self.rate, self.deterministic = float(rate), False
         self.stream = rngs.dropout.fork() if rate and rngs is not None else None
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is dropped now."""
+        return self.stream is None or self.deterministic
+
     def __call__(self) -> tuple[float, Any]:
         """(rate, key) to use now, (0, None) where nothing is dropped."""
-        return (0.0, None) if self.stream is None or self.deterministic else (self.rate, self.stream())
+        return (0.0, None) if self.idle or self.stream is None else (self.rate, self.stream())
 
 
 class DotProductAttention(nnx.Module):

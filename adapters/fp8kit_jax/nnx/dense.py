@@ -145,13 +145,13 @@ class LayerNormMLP(nnx.Module):
         self.wo_bias = nnx.Param(jnp.zeros((num_features,), dtype)) if use_bias else None
         self.quantizers_0, self.quantizers_1 = _Quantizers(), _Quantizers()
 
-    def __call__(self, x: Any, *, return_residual: bool = False, return_bias: bool = False) -> Any:
+    def __call__(self, x: Any, *, return_residual: bool = False, return_bias: bool = False, join_residual: bool = False) -> Any:
         """``x``: h (..., H). Returns alike, or a tuple with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` wo_bias, which
-        then is not added, or None."""
+        then is not added, or None. ``join_residual``: x is added to y, see ``fp8kit_jax.layernorm_mlp``; neither of the two then."""
         x = as_array("LayerNormMLP", "x", x)
         kernels = (self.wi_kernel[...].astype(x.dtype), self.wo_kernel[...].astype(x.dtype))
         biases = [None if b is None else b[...].astype(x.dtype) for b in (self.wi_bias, self.wo_bias)]
         sets = self.quantizers_0(), self.quantizers_1()
         options = (*self.norm.options, self.activations, sets, False, "io", dict(self.activation_params or ()))
-        more = {"return_residual": return_residual, "return_bias": return_bias}
+        more = {"return_residual": return_residual, "return_bias": return_bias, "join_residual": join_residual}
         return layers.layernorm_mlp(x, *self.norm.parameters(x.dtype), kernels, biases, *options, **more)

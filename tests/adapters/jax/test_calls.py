@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8kit_jax import calls
+from fp8kit_jax.program import Program
 
 from fp8kit import formats
 from fp8kit.errors import BackendError, expected
 from fp8kit.spec import Meta, Operation, Plan, Signature
+from fp8kit.testing import assert_same_bits
 from tests.adapters.jax import programs
 
 
@@ -94,6 +98,35 @@ def test_lower_and_compile_ahead_of_time():
     assert lowered.as_text().count("fp8kit.run") == 2
     assert lowered.as_text() == jax.jit(programs.example()[0]).lower(*args).as_text()
     assert programs.digest(lowered.compile()(*args)) == programs.digest(jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_an_exported_mlp_runs_with_its_text(join):
+    x, k1, k2 = (jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32) for shape in ((16, 32), (32, 1, 48), (48, 32)))
+
+    def step(x):
+        y, back = jax.vjp(lambda x: fj.layernorm_mlp(x, jnp.ones(32), None, (k1, k2), norm_type="rmsnorm", join_residual=join), x)
+        return y, back(y)[0]
+
+    exported = jax.export.export(jax.jit(step), disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(calls.TARGET)])(x)
+    for got, want in zip(jax.jit(exported.call)(x), jax.jit(step)(x), strict=True):
+        assert_same_bits("exported", np.asarray(got), np.asarray(want))
+
+
+def test_a_text_of_before_means_the_defaults(monkeypatch):
+    x, kernels = jnp.linspace(-1, 1, 512).reshape(16, 32), (jnp.ones((32, 1, 48)) / 32, jnp.ones((48, 32)) / 48)
+    want = fj.layernorm_mlp(x, jnp.ones(32), None, kernels, norm_type="rmsnorm")
+    taken, text = [], Program.text
+
+    def before(program, scratch):
+        found = json.loads(text(program, scratch))
+        taken.append(found["program"]["spec"].pop("joins"))
+        return json.dumps(found)
+
+    monkeypatch.setattr(Program, "text", before)
+    got = jax.jit(lambda x: fj.layernorm_mlp(x, jnp.ones(32), None, kernels, norm_type="rmsnorm"))(x)
+    assert taken == [False]
+    assert_same_bits("y", np.asarray(got), np.asarray(want))
 
 
 def test_the_persistent_cache_serves_another_process(tmp_path):

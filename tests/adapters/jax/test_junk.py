@@ -72,7 +72,8 @@ CALLS = {
     "layernorm_mlp": (fj.layernorm_mlp, {
         "x": X, "gamma": V, "beta": V, "kernels": (np.ones((8, 1, 6), np.float32), np.ones((6, 8), np.float32)), "biases": (None, None),
         "norm_type": "layernorm", "activation_type": ("gelu",), "quantizer_sets": (None, None), "return_layernorm_output": False,
-        "kernel_layout": "io", "activation_params": None, "return_residual": False, "return_bias": False, **NORM}),
+        "kernel_layout": "io", "activation_params": None, "return_residual": False, "return_bias": False, "join_residual": False,
+        **NORM}),
     "dot_product_attention": (fj.dot_product_attention, {"query": Q, "key": Q, "value": Q, **ATTENTION}),
     "dot_product_attention, thd": (fj.dot_product_attention, {
         "query": T, "key": T, "value": T, "qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_q": SUMS, "cu_seqlens_kv": SUMS,
@@ -106,7 +107,8 @@ CALLS = {
         "axis": -1, "dtype": jnp.float32, "depth_scaling": 2.0, "return_residual": False, **NORM}),
     "flax.LayerNormMLP": (flax(ff.LayerNormMLP, S), {
         "intermediate_dim": 16, "activations": ("gelu",), "intermediate_dropout_rate": 0.0, "use_bias": True, "dtype": jnp.float32,
-        "layernorm_type": "layernorm", "return_layernorm_output": False, "return_residual": False, "return_bias": False, **NORM}),
+        "layernorm_type": "layernorm", "return_layernorm_output": False, "return_residual": False, "return_bias": False,
+        "join_residual": False, **NORM}),
     "flax.DotProductAttention": (flax(ff.DotProductAttention, Q, Q, Q), {
         "head_dim": 4, "num_attention_heads": 2, "num_gqa_groups": 2, "attention_dropout": 0.0, "attn_mask_type": "causal",
         "scale_factor": 0.5, "window_size": None, "transpose_batch_sequence": False}),

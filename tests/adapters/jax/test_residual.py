@@ -1,4 +1,5 @@
 """What layers return beside y for a residual connection: x, whose gradient the norm's kernel adds, norm(x), and a bias to be added later.
+And an MLP that adds x itself, within its second product.
 
 The bits of whole layers are those of ``fp8kit.nn``: ``test_same_layers``. Here: the functions, over devices, and under JAX's transforms.
 """
@@ -13,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from fp8kit_jax import flax as flax_modules
 from fp8kit_jax import nnx as nnx_modules
 from fp8kit_jax.flax.common import joined
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from fp8kit.errors import ArgumentError, ShapeError
 from fp8kit.testing import assert_same_bits
 from tests.adapters.jax import test_explicit, test_sharding
 from tests.adapters.jax.test_sharding import BITS, CODES, JOINED, RECIPES, ROWS, draw, near, two
@@ -47,6 +49,13 @@ def apart(x, gamma, k1, k2, b1, b2, sets):
     return y + jnp.sin(x) + jnp.tanh(fj.rmsnorm(x, gamma))
 
 
+def joining(x, gamma, k1, k2, b1, b2, sets, join=True):
+    """An MLP that adds x itself, or where XLA does; norm(x) comes back too."""
+    y, normed = fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_layernorm_output=True,
+                                 join_residual=join)
+    return (y if join else y + x) + jnp.tanh(normed)
+
+
 def arguments(recipe, parts=1):
     s, h, f = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
     return draw(0, 8, s, h), draw(5, h), draw(1, h, parts, f) / 8, draw(2, f, h) / 16, draw(3, parts, f), draw(4, h), two(recipe)
@@ -69,6 +78,19 @@ def test_it_is_what_xla_adds():
     turned = gradients(lambda x, gamma, kernel, sets: projected(x, gamma, kernel, sets, kernel_layout="oi"),
                        (x, args[1], jnp.moveaxis(kernel, 0, 2), args[-1]), (0,))
     near(turned[1][0], want[1][0], BITS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_an_mlp_adds_is_what_xla_adds(recipe):
+    """In float32: the same sums, but for their order. From the same cotangent come the same codes, and the same state."""
+    args = arguments(recipe)
+    g = draw(7, *args[0].shape)
+
+    def pulled(join):
+        y, back = jax.vjp(lambda *a: joining(*a, join), *args)
+        return y, back(g)
+
+    jax.tree.map(lambda a, b: near(a, b, BITS), jax.jit(pulled, static_argnums=0)(True), jax.jit(pulled, static_argnums=0)(False))
 
 
 @pytest.mark.parametrize("used", [1, 2])
@@ -95,36 +117,59 @@ def test_over_devices(recipe, axes):
     rows, tensor = axes != "tensor", axes != "rows"
     data, columns = ROWS if rows else (), JOINED if tensor else ()
     specs = [data, (), columns, ("tensor",) if tensor else (), (None, "tensor") if tensor else (), (), ()]
-    test_sharding.check(mlp, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS)
+    for function in (mlp, joining):
+        test_sharding.check(function, (x, gamma, k1, k2, b1, b2, sets), specs, CODES if recipe == "block" else BITS)
     kernel = draw(6, x.shape[-1], 3, x.shape[-1]) / 16
     if recipe != "block":  # squares of 128 keep their scales in fours: a kernel of this width is not cut
         test_sharding.check(projected, (x, gamma, kernel, sets), [data, (), columns, ()])
 
 
+@pytest.mark.parametrize("function", [mlp, joining])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
-def test_over_an_explicit_mesh(recipe):
+def test_over_an_explicit_mesh(recipe, function):
     specs = [("data",), (), JOINED, ("tensor",), (None, "tensor"), (), ()]
-    test_explicit.check(mlp, arguments(recipe), specs)
+    test_explicit.check(function, arguments(recipe), specs)
 
 
+@pytest.mark.parametrize("function", [mlp, joining])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
-def test_under_shard_map(recipe):
+def test_under_shard_map(recipe, function):
     """Rows over 8 devices; with current scaling the MLP runs in stages, which share their amaxes."""
     x, *shared = arguments(recipe)
     mesh, specs = Mesh(np.array(jax.devices("cpu")[:8]), ("data",)), (P("data"), *[P()] * len(shared))
-    local = jax.shard_map(lambda x, *a: jax.lax.psum((mlp(x, *a) ** 2).sum(), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+    local = jax.shard_map(lambda x, *a: jax.lax.psum((function(x, *a) ** 2).sum(), "data"), mesh=mesh, in_specs=specs, out_specs=P())
     got = jax.jit(jax.value_and_grad(local, tuple(range(len(shared) + 1))))(x, *shared)
-    jax.tree.map(lambda a, b: near(a, b, BITS), got, gradients(mlp, (x, *shared)))
+    jax.tree.map(lambda a, b: near(a, b, BITS), got, gradients(function, (x, *shared)))
 
 
+@pytest.mark.parametrize("function", [mlp, joining])
+def test_stages_give_the_same_bits(function):
+    """Current scaling on a mesh of one device, where the MLP runs in stages; in bfloat16, so that what is rounded twice shows."""
+    *args, sets = arguments("current")
+    args, g = [a.astype(jnp.bfloat16) for a in args], draw(7, *args[0].shape).astype(jnp.bfloat16)
+
+    def pulled(g, *args):
+        y, back = jax.vjp(lambda *a: function(*a, sets), *args)
+        return y, back(g)
+
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("data",))
+    rows, count = P("data"), len(args) - 1
+    specs = {"in_specs": (rows, rows, *[P()] * count), "out_specs": (rows, (rows, *[P()] * count))}
+    got = jax.jit(jax.shard_map(pulled, mesh=mesh, **specs))(g, *args)
+    jax.tree.map(lambda a, b: assert_same_bits("stages", np.asarray(a), np.asarray(b)), got, jax.jit(pulled)(g, *args))
+
+
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
-def test_scan_checkpoint_and_vmap_change_no_bits(recipe):
+def test_scan_checkpoint_and_vmap_change_no_bits(recipe, joins):
     x, *rest = arguments(recipe)
     weights, sets = rest[:-1], rest[-1]
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 2]), (weights, sets))
 
     def layer(h, parts):
         (gamma, k1, k2, b1, b2), sets = parts
+        if joins:
+            return fj.layernorm_mlp(h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, join_residual=True), None
         y, h, bias = fj.layernorm_mlp(h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_residual=True,
                                       return_bias=True)
         return fj.dropout_add(y, h, bias), None
@@ -147,6 +192,7 @@ def test_scan_checkpoint_and_vmap_change_no_bits(recipe):
     single = jax.jit(pulled)
     each = jax.tree.map(lambda *leaves: jnp.stack(leaves), single(batch[0]), single(batch[1]))
     jax.tree.map(lambda a, b: assert_same_bits("vmap", np.asarray(a), np.asarray(b)), jax.jit(jax.vmap(pulled))(batch), each)
+    near(jax.vmap(lambda x: pulled(x)[0])(batch), each[0], BITS)  # without saved arrays a batch is further rows
 
 
 def layers(bias):
@@ -211,3 +257,51 @@ def test_modules_return_them(name):
         if "return_residual" in asked:
             assert_same_bits("x", np.asarray(got.pop()), np.asarray(x))
         assert name == "DenseGeneral" or got == [None]
+
+
+APART = {"one operation": {}, "dropout": {"intermediate_dropout_rate": 0.5}, "adaptation": {"enable_low_rank_adaptation": True},
+         "no norm": {"enable_layernorm": False}, "logical axes": {"dot_1_input_axes": ("rows", None), "dot_2_input_axes": ("rows", None)}}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", APART)
+def test_a_module_that_joins(case, bias):
+    """Whatever takes it apart: y is what it is without, and x; so are the gradients."""
+    x, g, options = draw(0, 16, 64), draw(7, 16, 64), {"intermediate_dim": 128, "use_bias": bias, "return_layernorm_output": True}
+    plain, joins = (flax_modules.LayerNormMLP(**options, **APART[case], join_residual=join) for join in (False, True))
+    variables = jax.tree.map(lambda leaf: leaf + 0.25, linen.unbox(plain.init({"params": KEY, "dropout": KEY}, x)))
+
+    def pulled(variables, x, join):
+        def function(variables, x):
+            y, normed = (joins if join else plain).apply(variables, x, rngs={"dropout": KEY})
+            return (y if join else y + x) + jnp.tanh(normed)
+
+        y, back = jax.vjp(function, variables, x)
+        return y, back(g)
+
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    with jax.set_mesh(mesh), linen.logical_axis_rules((("rows", "data"),)):
+        got, want = (jax.jit(pulled, static_argnums=2)(variables, x, join) for join in (True, False))
+    jax.tree.map(lambda a, b: near(a, b, BITS), got, want)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_module_of_nnx_that_joins(bias):
+    x = draw(0, 16, 64)
+    module = nnx_modules.LayerNormMLP(64, 128, rngs=nnx.Rngs(0), use_bias=bias)
+    near(module(x, join_residual=True), module(x) + x, BITS)
+
+
+@pytest.mark.parametrize("asked", ["return_residual", "return_bias"])
+def test_what_has_joined_does_not_come_back(asked):
+    x, gamma, kernels, more = draw(0, 16, 64), jnp.ones(64), (draw(1, 64, 1, 32), draw(2, 32, 64)), {asked: True, "join_residual": True}
+    calls = {
+        "layernorm_mlp": lambda: fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", **more),
+        "LayerNormMLP": lambda: flax_modules.LayerNormMLP(32, enable_layernorm=False, **more).init(KEY, x),
+        "layernorm_mlp (NNX)": lambda: nnx_modules.LayerNormMLP(64, 32, rngs=nnx.Rngs(0))(x, **more),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ArgumentError, match=rf"{name.split()[0]}: {asked}: got True, expected False with join_residual"):
+            call()
+    with pytest.raises(ShapeError, match=r"norm_mlp: fc2: got 48 output features, expected 64, as x, to join"):
+        fj.layernorm_mlp(x, gamma, None, (kernels[0], draw(2, 32, 48)), norm_type="rmsnorm", join_residual=True)

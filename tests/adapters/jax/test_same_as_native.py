@@ -90,6 +90,26 @@ def test_layernorm_mlp(recipe, kind, device):
     steps(module, function, random_parameters(module, "float32"), RECIPES[recipe], "float32", 2, device)
 
 
+class Joining(nn.LayerNormMLP):
+    """As ``fp8kit.nn.TransformerLayer`` has it."""
+
+    def forward(self, x):
+        return self.branch(x, None, "add", joins=True)["y"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_mlp_that_joins(recipe, device):
+    """In bfloat16, where what is rounded twice shows."""
+    module = Joining(K, F, eps=1e-5, params_dtype="bfloat16", device=device)
+
+    def function(p, sets, x):
+        kernels, biases = (p["fc1_weight"][None], p["fc2_weight"]), (p["fc1_bias"][None], p["fc2_bias"])
+        return fj.layernorm_mlp(x, p["layer_norm_weight"], p["layer_norm_bias"], kernels, biases, epsilon=1e-5, quantizer_sets=sets,
+                                kernel_layout="oi", join_residual=True)
+
+    steps(module, function, random_parameters(module, "bfloat16"), RECIPES[recipe], "bfloat16", 2, device)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_norms(norm, dtype, device):
