@@ -10,13 +10,13 @@ from pathlib import Path
 if __name__ == "__main__":  # tvm_ffi imports torch where it is installed, which takes as long as all the rest
     sys.modules["torch"] = None
 
-import fp8kit_jax as fj  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.experimental.serialize_executable import deserialize_and_load, serialize  # noqa: E402
+import fp8kit_jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from fp8kit.recipe import DelayedScaling  # noqa: E402
+from fp8kit.recipe import DelayedScaling
 
 
 def example():
