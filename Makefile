@@ -20,6 +20,9 @@ TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
 # XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without LLVM's expensive passes
 XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 
+# The tests start a hundred interpreters: bytecode is kept for them, also where the environment says otherwise, as those of containers do.
+BYTECODE := PYTHONDONTWRITEBYTECODE=
+
 .PHONY: a-gpu demo test test-gpu test-gpu2 bench info clean
 .DELETE_ON_ERROR:
 
@@ -29,7 +32,7 @@ demo: $(DEMO)
 test: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	XLA_FLAGS="$(XLA)" OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	$(BYTECODE) XLA_FLAGS="$(XLA)" OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 a-gpu:
 	@$(if $(GPU),true,echo "make $(MAKECMDGOALS): nvidia-smi finds no GPU" && exit 1)

@@ -67,17 +67,15 @@ def updated(slot: Slot, amax: Any, fp8_max: float, margin: int, most_recent: boo
     and positive, brought into ``recipe.DELAYED_SCALES``; the history rolls by one and amax becomes its last row. XLA's CPU code takes a
     subnormal amax for 0.
     """
-    history = slot.amax_history.at[0].set(jnp.squeeze(amax, -1))
+    before = slot.amax_history[1:]
+    history = jnp.concatenate([amax, before])  # parts are joined: XLA makes a loop of a scatter, and compiles it for long
     known = jnp.where(jnp.isnan(history), 0.0, history)
     a = history[:1] if most_recent else jnp.max(known, keepdims=True)
     usable = jnp.isfinite(a) & (a > 0)
     new = jnp.maximum(divide(fp8_max * 2.0**-margin, jnp.where(usable, a, 1.0)), DELAYED_SCALES[0])  # capped by divide
-    rolled = jnp.roll(history, -1)
-    rolled = rolled.at[0].set(0.0)
-    if history.shape[0] > 1:
-        rolled = rolled.at[-1].set(history[0])
-    used = amax != 0
-    return Slot(jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, slot.amax_history.at[0].set(0.0)))
+    used, zero = amax != 0, jnp.zeros_like(amax)
+    rolled = jnp.concatenate([zero, before[1:], amax]) if before.shape[0] else zero
+    return Slot(jnp.where(used & usable, new, slot.scale), jnp.where(used, rolled, jnp.concatenate([zero, before])))
 
 
 def next_state(scaling: Scaling, state: State, amaxes: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Slot]:

@@ -19,6 +19,8 @@ from fp8kit.bench.sizes import FULL, SMALL, Layer
 from fp8kit.errors import Fp8kitError
 from fp8kit.spec import Operation
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 
 

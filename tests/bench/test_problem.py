@@ -13,6 +13,8 @@ from fp8kit.bench.problem import RECIPES, Problem, Running, bounds, captured, er
 from fp8kit.bench.report import Setting, Unavailable
 from fp8kit.bench.sizes import SMALL
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 SIZES = {"Linear": (32, 48), "LayerNormMLP": (32, 64), "TransformerLayer": (32, 64, 2)}
 QUICK = Setting(CPU, SMALL, 1, 1, 1)
 

@@ -14,6 +14,8 @@ from fp8kit import arrays, dlpack, formats
 from fp8kit.arrays import ArrayView, as_view
 from fp8kit.errors import BackendError, FormatError
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 TORCH = {
     torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64", torch.int64: "int64",
     torch.uint8: "uint8", torch.bool: "bool_", torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
@@ -18,13 +19,11 @@ NOTES = "|".join(("TO" + "DO", "FIX" + "ME", "HA" + "CK"))
 UNWANTED = re.compile(rf"(?<![\w.])/(?:{PATHS})/|\b(?:{NOTES})\b|\bissue #\d+")
 
 
-def _documented_methods() -> set[str]:
+@functools.cache  # not at import: every worker imports this file
+def documented_methods() -> set[str]:
     """Names of methods that some class documents: a protocol or a base class speaks for those that implement or override it."""
     everything = (found for name in source.modules() for found in source.public(name))
     return {node.name for _, node, owner in everything if owner is not None and ast.get_docstring(node)}
-
-
-METHODS = _documented_methods()
 
 
 def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) -> bool:
@@ -32,7 +31,7 @@ def documented_elsewhere(node: source.Definition, owner: ast.ClassDef | None) ->
     if isinstance(node, ast.ClassDef):
         return any(ast.unparse(base).endswith("Structure") for base in node.bases)
     marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
-    return "overload" in marks or "setter" in marks or node.name in (KERNELS if owner is None else METHODS)
+    return "overload" in marks or "setter" in marks or node.name in (KERNELS if owner is None else documented_methods())
 
 
 @pytest.mark.parametrize("name", source.modules())

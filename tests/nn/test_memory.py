@@ -23,6 +23,8 @@ from fp8kit.scratch import Buffers, done, idle, large, taken
 from fp8kit.spec import Meta
 from tests import peaks
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 RECIPES = {
     "high": None, "delayed": fk.recipe.DelayedScaling(amax_history_len=2), "current": fk.recipe.Float8CurrentScaling(),
     "block": fk.recipe.Float8BlockScaling(),

@@ -17,6 +17,7 @@ STEPS = 8
 if __name__ == "__main__":  # before JAX looks at it
     os.environ["XLA_FLAGS"] = FLAGS
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    sys.modules["torch"] = None  # tvm_ffi imports it where it is installed, which takes as long as all the rest
 
 import fp8kit_jax as fj  # noqa: E402
 import jax  # noqa: E402

@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":  # tvm_ffi imports torch where it is installed, which takes as long as all the rest
+    sys.modules["torch"] = None
+
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp

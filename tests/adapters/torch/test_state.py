@@ -20,6 +20,8 @@ from fp8kit.recipe import DelayedScaling
 
 from .twins import RECIPES, WIDTH, batches, same, same_state, torch_step, twins
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 RECIPE = RECIPES["delayed"]
 
 
