@@ -324,8 +324,8 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None,
       start an optimiser's master weights with, and ``weight.clear_high_precision_init_val()`` drops them.
 
     For ``Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and what is made of them, with one weight a product, because it
-    has one scale: ``fuse_qkv_params=True``, no ``parameters_split``; NotImplementedError for others, within ``torch.compile``, and for
-    weights that something else stands for since (``fully_shard``). RecipeError for what is no recipe.
+    has one scale: ``fuse_qkv_params=True``, no ``parameters_split``, as Transformer Engine demands it; NotImplementedError for others,
+    within ``torch.compile``, and for weights that something else stands for since (``fully_shard``). RecipeError for what is no recipe.
     """
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
