@@ -178,10 +178,8 @@ def _features(program: Program) -> list[Cut]:
     metas, views, product = dict(program.metas), dict(program.views), program.spec.product
     count, io = len(views.get("weight0", metas["weight0"].shape)) - 1, product.layout == "io"
     at = len(views.get("y", metas["x"].shape)) - count
-    places = [(("weight0", j + io, int(io)), ("bias0", j, 0), ("y", at + j, -1), ("w_qt", 1 + j, 1), ("w_qt_inv", 1 + j, 1))
-              for j in range(count)]
-    if "residual" in metas:
-        places = [(*place, ("residual", at + j, -1)) for j, place in enumerate(places)]
+    places = [(("weight0", j + io, int(io)), ("bias0", j, 0), ("residual", at + j, -1), ("y", at + j, -1), ("w_qt", 1 + j, 1),
+               ("w_qt_inv", 1 + j, 1)) for j in range(count)]
     return [Cut("features", place) for place in places]
 
 

@@ -111,8 +111,8 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``: bias2 is not added, as in
       ``dense``. The rest: as ``layernorm_dense``.
-    * ``join_residual``: x is added to y, within the second product, as ``dense`` adds a residual, and y's gradient to x's within the norm's
-      kernel; neither ``return_residual`` nor ``return_bias`` then.
+    * ``join_residual``: x is added to y, within the second product, as ``dense`` adds a residual (in a ``shard_map`` of your own too), and
+      y's gradient to x's within the norm's kernel; neither ``return_residual`` nor ``return_bias`` then.
 
     Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``, bias2 or None with
     ``return_bias``). Raises ShapeError, FormatError, RecipeError or ArgumentError when it is traced.
