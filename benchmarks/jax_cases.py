@@ -70,9 +70,8 @@ def ours(heads: int, p: Parameters, sets: Any, x: Any) -> Any:
     qkv, x = fj.layernorm_dense(x, weight, first["layer_norm_weight"], first["layer_norm_bias"], first["bias"], epsilon=EPSILON,
                                 quantizer_set=sets[0], kernel_layout="oi", return_residual=True)
     o = fj.dot_product_attention(qkv.reshape(*leading, 3, heads, hidden // heads), attn_mask_type="causal")
-    out, bias = fj.dense(o.reshape(*leading, hidden), p["self_attention.proj.weight"], p["self_attention.proj.bias"], ((-1,), (1,)),
-                         sets[1], return_bias=True)
-    a = fj.dropout_add(out, x, bias)
+    a = fj.dense(o.reshape(*leading, hidden), p["self_attention.proj.weight"], p["self_attention.proj.bias"], ((-1,), (1,)), sets[1],
+                 residual=x)
     kernels, biases = (mlp["fc1_weight"][None], mlp["fc2_weight"]), (mlp["fc1_bias"][None], mlp["fc2_bias"])
     norm = (mlp["layer_norm_weight"], mlp["layer_norm_bias"])
     return fj.layernorm_mlp(a, *norm, kernels, biases, epsilon=EPSILON, quantizer_sets=sets[2:], kernel_layout="oi", join_residual=True)

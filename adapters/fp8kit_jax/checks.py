@@ -81,7 +81,7 @@ RULES: dict[str, Rule] = {
     **named(flag, """use_bias enable_low_rank_adaptation zero_centered_gamma return_layernorm_output return_residual return_bias
         enable_layernorm input_layernorm enable_rotary_pos_emb fuse_qkv_params scale_attn_logits scaled_query_init float32_logits
         float32_attention_logits enable_relative_embedding qk_norm_before_rope cross rotary
-        join_residual"""),
+        join_residual join_layernorm_output"""),
     **named(optional(flag), "transpose_batch_sequence bottom_right_diagonal"),
     **named(size, """low_rank_adaptation_dim intermediate_dim head_dim num_attention_heads hidden_size mlp_hidden_size in_features
         num_features num_buckets max_distance"""),

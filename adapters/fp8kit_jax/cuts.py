@@ -80,11 +80,15 @@ def local(program: Program, made: tuple[tuple[Cut, int], ...]) -> Program | None
 
 
 def unjoined(program: Program, arrays: Sequence[Any]) -> tuple[Program, list[Any], Any]:
-    """A program that adds x to its y, as one whose y is a sum over parts: it adds nothing, what is to be added to the sum comes last of the
-    three, and in backward y's cotangent is that of a residual stream as well, which counts ``once``."""
+    """A program that adds x or a residual to its y, as one whose y is a sum over parts: it adds nothing, what is to be added to the sum
+    comes last of the three, and in ``norm_mlp``'s backward y's cotangent is that of a residual stream as well, which counts ``once``."""
+    names = [name for name, _ in program.arguments]
+    if program.operation == "linear" and "residual" in names:
+        metas, at = tuple(pair for pair in program.metas if pair[0] != "residual"), names.index("residual")
+        return replace(program, metas=metas), [*arrays[:at], *arrays[at + 1 :]], arrays[at]
     if not getattr(program.spec, "joins", False):
         return program, list(arrays), None
-    have = {name: array for (name, _), array in zip(program.arguments, arrays, strict=True)}
+    have = dict(zip(names, arrays, strict=True))
     if program.face != "backward":
         return replace(program, spec=replace(program.spec, joins=False)), list(arrays), have["x"]
     spec, cotangents = replace(program.spec, joins=False, residual=True), (*program.cotangents, "residual")
@@ -174,8 +178,8 @@ def _features(program: Program) -> list[Cut]:
     metas, views, product = dict(program.metas), dict(program.views), program.spec.product
     count, io = len(views.get("weight0", metas["weight0"].shape)) - 1, product.layout == "io"
     at = len(views.get("y", metas["x"].shape)) - count
-    places = [(("weight0", j + io, int(io)), ("bias0", j, 0), ("y", at + j, -1), ("w_qt", 1 + j, 1), ("w_qt_inv", 1 + j, 1))
-              for j in range(count)]
+    places = [(("weight0", j + io, int(io)), ("bias0", j, 0), ("residual", at + j, -1), ("y", at + j, -1), ("w_qt", 1 + j, 1),
+               ("w_qt_inv", 1 + j, 1)) for j in range(count)]
     return [Cut("features", place) for place in places]
 
 
@@ -195,7 +199,7 @@ def _linear(program: Program) -> list[Cut]:
     io = product.layout == "io"
     at = 0 if io else len(views.get("weight0", (0, 0))) - 1
     contraction = Cut("contraction", (("x", -1, -1), ("weight0", at, 1 - io), ("w_qt", 0, 0), ("w_qt_inv", 0, 0)))
-    return [*_rows("x")(program), *_features(program), contraction]
+    return [*_rows("x", "residual")(program), *_features(program), contraction]
 
 
 def _norm_mlp(program: Program) -> list[Cut]:

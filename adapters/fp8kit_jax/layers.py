@@ -31,26 +31,35 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def dense(x: Any, kernel: Any, bias: Any = None, contracting_dims: Dims = ((-1,), (0,)), quantizer_set: QuantizerSet | None = None,
-          return_bias: bool = False) -> Any:
-    """y = x kernel + bias.
+          return_bias: bool = False, *, residual: Any = None) -> Any:
+    """y = x kernel + bias (+ residual).
 
     * ``x``: h (..., K); ``kernel``: h (K, N), x's dtype; ``bias``: h (N,) or None. h is float32, bfloat16 or float16.
     * ``contracting_dims``: which dimensions of x and of kernel are summed over, several each if need be; those that are left come out in
       order, x's first. The last of x, with the first of kernel or the second of a matrix (N, K), cost no transposition.
     * ``quantizer_set``: how to quantise; None is as the autocast in force says. Its gradient is the set after the step.
     * ``return_bias``: the bias is not added but comes back, for ``dropout_add`` to add in its pass. Its gradient is made here, from y's.
+    * ``residual``: like y, or None; the product adds it, and its gradient is y's own. Not with ``return_bias``: the bias joins with it.
+      In a ``shard_map`` of your own that splits what is summed over, every device adds it, as it does a bias.
 
-    Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError or RecipeError when it is traced.
+    Returns y, h (..., N), with ``return_bias`` (y, bias or None). Raises ShapeError, FormatError, RecipeError or ArgumentError when it is
+    traced.
     """
     x, kernel = as_array("dense", "x", x), as_array("dense", "kernel", kernel)
     later = flag("dense", "return_bias", return_bias)
-    want_alike("dense", x, kernel=kernel, bias=bias)
+    residual = None if residual is None else as_array("dense", "residual", residual)
+    check_join("dense", residual is not None, "a residual", return_bias=later)
+    want_alike("dense", x, kernel=kernel, bias=bias, residual=residual)
     matrix, weight, shape, layout = _matrices("dense", x, kernel, contracting_dims)
     found = settle("dense", quantizer_set)
     features = shape[matrix.ndim - 1 :] or (1,)
     product = _product(weight, layout, found, bias, later=later)
-    inputs = {"x": matrix, "weight0": weight, "bias0": _shaped("dense", "bias", bias, features)}
+    if residual is not None and residual.shape != shape:
+        raise ShapeError(expected("dense", "residual", f"shape {residual.shape}", f"shape {shape}, as y"))
+    inputs = {"x": matrix, "weight0": weight, "bias0": _shaped("dense", "bias", bias, features),
+              "residual": None if residual is None else residual.reshape(*matrix.shape[:-1], *features)}
     flat, views = _flattened(product, features, (*matrix.shape[:-1], *features))
+    flat |= {"residual": (*matrix.shape[:-1], product.out_features)}
     y = apply(linear, LinearSpec(product), inputs, found.slots(""), scaling_of(found), flat=flat, views=views)["y"].reshape(shape)
     return (y, jax.lax.stop_gradient(inputs["bias0"])) if later else y
 
@@ -102,8 +111,8 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     * ``kernel_layout``: "io", or "oi": kernels are (a, F, H) and (H, F), as PyTorch has them.
     * ``quantizer_sets``: of the two products, see ``dense``; either both in FP8 or none. ``return_bias``: bias2 is not added, as in
       ``dense``. The rest: as ``layernorm_dense``.
-    * ``join_residual``: x is added to y, within the second product, and y's gradient to x's within the norm's kernel; neither
-      ``return_residual`` nor ``return_bias`` then.
+    * ``join_residual``: x is added to y, within the second product, as ``dense`` adds a residual (in a ``shard_map`` of your own too), and
+      y's gradient to x's within the norm's kernel; neither ``return_residual`` nor ``return_bias`` then.
 
     Returns y, h (..., H), or a tuple (y, norm(x) with ``return_layernorm_output``, x with ``return_residual``, bias2 or None with
     ``return_bias``). Raises ShapeError, FormatError, RecipeError or ArgumentError when it is traced.
@@ -112,7 +121,7 @@ def layernorm_mlp(x: Any, gamma: Any, beta: Any, kernels: Sequence[Any], biases:
     later = flag(op, "return_bias", return_bias)
     beside = _beside(op, return_layernorm_output, return_residual)
     joins = flag(op, "join_residual", join_residual)
-    check_join(op, joins, "residual" in beside, later)
+    check_join(op, joins, return_residual="residual" in beside, return_bias=later)
     x = as_array(op, "x", x)
     for argument, pair in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -155,11 +164,11 @@ def _beside(operation: str, return_layernorm_output: Any, return_residual: Any) 
     return tuple(name for name, wanted in asked.items() if wanted)
 
 
-def check_join(operation: str, joins: bool, residual: bool, later: bool) -> None:
-    """ArgumentError where x joins y and is to come back too, or the bias that joins with it."""
-    for name, asked in (("return_residual", residual), ("return_bias", later)):
-        if joins and asked:
-            raise ArgumentError(expected(operation, name, asked, "False with join_residual"))
+def check_join(operation: str, joins: bool, what: str = "join_residual", **asked: bool) -> None:
+    """ArgumentError where y is joined by ``what``, and something that joins with it, or another residual, is ``asked`` for."""
+    for name, value in asked.items():
+        if joins and value:
+            raise ArgumentError(expected(operation, name, value, f"False with {what}"))
 
 
 def norm_spec(operation: str, x: Any, norm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormSpec:

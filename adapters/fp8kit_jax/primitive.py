@@ -176,11 +176,12 @@ def _rows_apart(program: Program) -> bool:
 def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, program: Program, split: Any) -> Any:
     moved = [a if dim is None else _front(a, dim) for a, dim in zip(arrays, dims, strict=True)]
     names = [name for name, _ in program.arguments]
-    if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == ["x"] and _rows_apart(program):
+    rows = [name for name in names if name in ("x", "residual")]
+    if [name for name, dim in zip(names, dims, strict=True) if dim is not None] == rows and _rows_apart(program):
         size = moved[names.index("x")].shape[0]
-        metas = tuple((name, meta._replace(shape=(size, *meta.shape)) if name == "x" else meta) for name, meta in program.metas)
+        metas = tuple((name, meta._replace(shape=(size, *meta.shape)) if name in rows else meta) for name, meta in program.metas)
         given = dict(program.metas)
-        views = tuple((name, shape if name in given and name != "x" else (size, *shape)) for name, shape in program.views)
+        views = tuple((name, shape if name in given and name not in rows else (size, *shape)) for name, shape in program.views)
         wide = replace(program, metas=metas, views=views)
         results = zip(bind(*moved, program=wide), program.seen("results"), strict=True)
         return [result.reshape(size, *shape) for result, (_, shape) in results], [0] * len(wide.results)

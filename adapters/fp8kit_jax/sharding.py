@@ -168,7 +168,7 @@ def _partition(program: Program, bind: Bind, wide: bool, mesh: Any, arg_shapes: 
 def _run_part(part: Program, bind: Bind, arrays: Sequence[Any], chosen: Sequence[Chosen]) -> tuple[Any, ...]:
     """One device's program, and what its results need of the other devices."""
     given, addend = list(arrays), None
-    if any(one.cut.kind == "inner" for one in chosen):
+    if any(one.cut.kind in ("inner", "contraction") for one in chosen):
         part, given, addend = unjoined(part, arrays)
     for one in chosen:
         for i in one.cut.once(part):

@@ -1,6 +1,6 @@
 """``norm_mlp`` in three stages, so that devices can share the amaxes of what lies between its products.
 
-Norm and first product are ``norm_linear``, the second product is ``linear``, or ``JoinedLinear`` where x joins y; between them
+Norm and first product are ``norm_linear``, the second product is ``linear``, with x as its residual where x joins y; between them
 ``BiasedActivation`` calls the kernel that ``norm_mlp`` calls there, with the same buffers. The stages keep what ``norm_mlp`` keeps under
 the same names, and give the same bits.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8kit.backends.activation import ACTIVATIONS
 from fp8kit.formats import float32, uint8
-from fp8kit.ops.linear import Linear, LinearSpec
+from fp8kit.ops.linear import LinearSpec
 from fp8kit.ops.norm_linear import NormLinearSpec
 from fp8kit.ops.product import row_count, want_rows
 from fp8kit.spec import Meta, Metas, Operation, Plan, Signature, Views
@@ -63,20 +63,7 @@ class BiasedActivation(Operation):
         plan.kernels.act_bwd(*given, *out, None, s.activation, s.params, scratch["workspace"], stream)
 
 
-class JoinedLinear(Linear):
-    """``linear``, with ``addend``, h like y, added within the product. The addend has no gradient here: it is y's."""
-
-    name = "fp8kit_jax_joined_linear"
-
-    def forward(self, plan: Plan, inputs: Views, outputs: Views, saved: Views, scratch: Views, stream: int) -> None:
-        x, addend, y = inputs["x"], inputs["addend"], outputs["y"]
-        assert x is not None and addend is not None and y is not None
-        plan.extra.cast_x(plan.kernels, x.rows(), inputs, outputs, saved, scratch, stream)
-        plan.extra.fprop(plan.kernels, x.rows(), inputs, outputs, saved, scratch, y.rows(), stream, addend.rows())
-
-
 register_operation(biased_activation := BiasedActivation(), BiasedActivationSpec)
-register_operation(joined_linear := JoinedLinear(), LinearSpec)
 
 
 def run(program: Program, have: Arrays, amaxes: Mapping[str, Any], reduced: Callable[[Any], Any], bind: Bind) -> list[Any]:
@@ -108,8 +95,8 @@ def _stages(program: Program, face: str) -> tuple[Program, Program, Program]:
     act = of(biased_activation.name, BiasedActivationSpec(s.activation, s.fc1.out_features, s.activation_params),
              {"x": Meta((rows, s.fc1.out_features), x.dtype), "bias0": metas.get("fc1_bias0")},
              ({"x"} if reach else set()) | ({"bias0"} if "fc1_bias0" in needs else set()))
-    joined = {"addend": Meta((rows, s.fc2.out_features), x.dtype)} if s.joins else {}
-    second = of(joined_linear.name if s.joins else "linear", LinearSpec(fc2),
+    joined = {"residual": Meta((rows, s.fc2.out_features), x.dtype)} if s.joins else {}
+    second = of("linear", LinearSpec(fc2),
                 {"x": Meta((rows, s.fc2.in_features), x.dtype)} | {name: metas.get(name) for name in ("fc2_weight0", "fc2_bias0")} | joined,
                 {name for name in needs if name.startswith("fc2_")} | ({"x"} if reach else set()), "fc2_")
     return first, act, second
@@ -127,7 +114,7 @@ def _forward(program: Program, have: Arrays, amaxes: Mapping[str, Any], reduced:
     h = _bound(first, have, bind)
     between = _bound(act, {"x": h["y"], "bias0": have.get("fc1_bias0")}, bind)
     have["fc2_x_amax_in"] = reduced(between["amax"])
-    y = _bound(second, have | {"x": between["y"], "addend": have["x"]}, bind)
+    y = _bound(second, have | {"x": between["y"], "residual": have["x"]}, bind)
     return h | {"h": h["y"]} | y | amaxes | {"fc2_x_amax": have["fc2_x_amax_in"]}
 
 

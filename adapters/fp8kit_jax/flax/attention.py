@@ -20,6 +20,7 @@ from fp8kit_jax import small
 from fp8kit_jax.flax import cache, lora
 from fp8kit_jax.flax.common import NORM_AXES, check_fixed, fan_in, form, partitioned, want_array
 from fp8kit_jax.flax.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, returned
+from fp8kit_jax.layers import check_join
 
 QKV_LAYOUTS = {"bs3hd": 1, "bshd_bs2hd": 2, "bshd_bshd_bshd": 3}  # and how many arrays they are
 QK_NORMS = {"L2Normalization": "", "RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -118,7 +119,8 @@ class DotProductAttention(nn.Module):
 class MultiHeadAttention(nn.Module):
     """Projections, attention, output projection; returns (y, norm(inputs_q) where ``return_layernorm_output``, else None), and with
     ``return_residual`` inputs_q itself, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not
-    added, or None.
+    added, or None. ``join_residual``: inputs_q is added to y, by the product of ``out``; neither of the two then.
+    ``join_layernorm_output``: norm(inputs_q) is, instead; no ``return_bias`` then.
 
     Children: ``qkv`` (self attention, no groups, ``fuse_qkv_params``), else ``query`` and ``kv``, or ``query``, ``key``, ``value``; the
     first holds the input's norm; ``DotProductAttention_0``; ``out``. Their parameters carry Transformer Engine's logical axes (see
@@ -173,12 +175,17 @@ class MultiHeadAttention(nn.Module):
     qk_norm_before_rope: bool = False
     return_residual: bool = False
     return_bias: bool = False
+    join_residual: bool = False
+    join_layernorm_output: bool = False
 
     @nn.compact
     def __call__(self, inputs_q: Any, inputs_kv: Any, mask: Any = None, bias: Any = None, *, decode: bool = False,
                  deterministic: bool = False, sequence_descriptor: Any = None, **fixed: Any) -> tuple[Any, ...]:
         """``inputs_q``: h (b, s_q, H); ``inputs_kv``: h (b, s_kv, H), the same object for self attention."""
         check_fixed(self, fixed)
+        late = {"return_bias": self.return_bias}
+        check_join("MultiHeadAttention", self.join_residual, return_residual=self.return_residual, **late)
+        check_join("MultiHeadAttention", self.join_layernorm_output, "join_layernorm_output", join_residual=self.join_residual, **late)
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         own = inputs_q is inputs_kv
         shared = {"use_bias": self.use_bias, "bias_init": self.bias_init, "dtype": self.dtype}
@@ -200,15 +207,16 @@ class MultiHeadAttention(nn.Module):
             return {"kernel_axes": kernel, "bias_axes": ("nvte_w_no_shard",) if out else (*joined, "nvte_w_tp")}
 
         def normed(name: str, features: Any, parts: int) -> Any:
+            wanted = self.return_layernorm_output or self.join_layernorm_output or (own and parts == 1)
             return LayerNormDenseGeneral(
                 features, self.input_layernorm, self.layernorm_type, self.layernorm_epsilon, self.zero_centered_gamma,
-                kernel_init=init(parts, True), return_layernorm_output=self.return_layernorm_output or (own and parts == 1), name=name,
-                return_residual=True, **NORM_AXES, **axes(parts), **shared, **lora.fields(self, "qkv_proj"))(inputs_q)  # fmt: skip
+                kernel_init=init(parts, True), return_layernorm_output=wanted, name=name, return_residual=True, **NORM_AXES, **axes(parts),
+                **shared, **lora.fields(self, "qkv_proj"))(inputs_q)  # fmt: skip
 
-        def plain(name: str, features: Any, x: Any, parts: int = 1, return_bias: bool = False) -> Any:
+        def plain(name: str, features: Any, x: Any, parts: int = 1, return_bias: bool = False, residual: Any = None) -> Any:
             adaptation = lora.fields(self, "output_proj" if name == "out" else "qkv_proj")
             return DenseGeneral(features, kernel_init=init(parts, False), name=name, return_bias=return_bias, **axes(parts, name == "out"),
-                                **shared, **adaptation)(x)
+                                **shared, **adaptation)(x, residual)
 
         # queries and keys go through something of their own
         apart = self.enable_rotary_pos_emb or self.qk_norm_type is not None or decode
@@ -246,7 +254,8 @@ class MultiHeadAttention(nn.Module):
             layers[1:], mask, bias = past.extended(*layers[1:], mask, bias)
         o = core(*layers, *[None] * (3 - len(layers)), sequence_descriptor, bias, deterministic=deterministic, mask=mask)
         o = o if past is None else past.checked(o)
-        y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1), return_bias=self.return_bias)
+        stream = ln if self.join_layernorm_output else residual if self.join_residual else None
+        y = plain("out", inputs_q.shape[-1], o.reshape(*o.shape[:-2], -1), return_bias=self.return_bias, residual=stream)
         y, *later = y if self.return_bias else (y,)
         return returned(self, y, ln, residual, *later)
 

@@ -80,6 +80,7 @@ class DenseGeneral(nn.Module):
     * ``enable_low_rank_adaptation``, ``low_rank_adaptation_dim``, ``low_rank_adaptation_alpha``: see ``lora.adapted``.
     * ``transpose_batch_sequence``: whether the sequence comes before the batch, which is the same here.
     * ``return_bias``: the bias is not added, and (y, bias or None) comes back: see ``fp8kit_jax.dense``.
+    * ``residual`` of the call: added to y, by the product where there is no adaptation; not with ``return_bias``.
     * Variables of the collection "fp8_metas" with delayed scaling. Fields of ``common.FIXED`` have one value.
     """
 
@@ -100,9 +101,10 @@ class DenseGeneral(nn.Module):
     return_bias: bool = False
 
     @nn.compact
-    def __call__(self, inputs: Any) -> Any:
-        """``inputs``: h (..., K). Returns h (..., features), with ``return_bias`` a pair."""
+    def __call__(self, inputs: Any, residual: Any = None) -> Any:
+        """``inputs``: h (..., K); ``residual``: like y, or None. Returns y, h (..., features), with ``return_bias`` a pair."""
         check_fixed(self)
+        functions.check_join("DenseGeneral", residual is not None, "a residual", return_bias=self.return_bias)
         inputs = constrained(want_array(self, "inputs", inputs), self.input_axes)
         features = _features(self.features)
         along = (self.axis,) if isinstance(self.axis, int) else self.axis
@@ -119,9 +121,12 @@ class DenseGeneral(nn.Module):
         bias = self.param("bias", partitioned(self.bias_init, self.bias_axes), features, self.dtype) if self.use_bias else None
         bias = None if bias is None else jnp.asarray(bias, inputs.dtype)
         dims = (axis, tuple(range(len(axis))))
-        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self), self.return_bias)
+        late = self.enable_low_rank_adaptation and residual is not None
+        y = functions.dense(inputs, jnp.asarray(kernel, inputs.dtype), bias, dims, quantizer_set(self), self.return_bias,
+                            residual=None if late else residual)
         y, *later = y if self.return_bias else (y,)
         y = adapted(self, y, inputs, axis, features)
+        y = small.dropout_add(y, residual) if late else y
         return (y, *later) if self.return_bias else y
 
 
@@ -243,7 +248,7 @@ class LayerNormMLP(nn.Module):
     def __call__(self, inputs: Any, deterministic: bool = False) -> tuple[Any, ...]:
         """``inputs``: h (..., H). ``deterministic`` leaves dropout out."""
         check_fixed(self)
-        functions.check_join("LayerNormMLP", self.join_residual, self.return_residual, self.return_bias)
+        functions.check_join("LayerNormMLP", self.join_residual, return_residual=self.return_residual, return_bias=self.return_bias)
         _last_axis(self)
         inputs = constrained(want_array(self, "inputs", inputs), self.layernorm_input_axes)
         hidden, wide, parts, kind = inputs.shape[-1], self.intermediate_dim, tuple(self.activations), inputs.dtype
@@ -280,10 +285,10 @@ class LayerNormMLP(nn.Module):
         if rate:
             act = dropped(act, rate, self.make_rng(self.intermediate_dropout_rng_name), tuple(self.intermediate_hidden_dropout_dims))
         act = constrained(act, self.dot_2_input_axes)
-        late = self.return_bias or self.join_residual
-        y = functions.dense(act, wo, bo, quantizer_set=sets[1], return_bias=late)
-        y, *later = y if late else (y,)
+        late = self.enable_low_rank_adaptation and self.join_residual
+        y = functions.dense(act, wo, bo, quantizer_set=sets[1], return_bias=self.return_bias,
+                            residual=residual if self.join_residual and not late else None)
+        y, *later = y if self.return_bias else (y,)
         y = adapted(self, y, act, (inputs.ndim - 1,), (hidden,), "wo_")
-        if self.join_residual:
-            y = small.dropout_add(y, residual, later.pop())
+        y = small.dropout_add(y, residual) if late else y
         return returned(self, checkpoint_name(y, self.ffn2_ckpt_name), normed, residual, *later)

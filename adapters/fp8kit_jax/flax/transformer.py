@@ -117,31 +117,35 @@ class TransformerLayer(nn.Module):
         post = self.apply_residual_connection_post_layernorm
         ask = {"return_layernorm_output": post, "return_residual": True, "return_bias": True}
 
+        def between(path: float) -> bool:  # a branch and its residual; where nothing is, the branch's last product adds it all
+            return not deterministic and (self.hidden_dropout > 0 or path > 0)
+
         def attend(name: str, x: Any, kv: Any, kind: str, mask: Any, bias: Any) -> Any:
             first = name == mine
+            path = self.drop_path if first else 0.0
+            asked = ask if between(path) else {"join_layernorm_output" if post else "join_residual": True}
             layer = MultiHeadAttention(
                 self.hidden_size // self.num_attention_heads, input_layernorm=not (first and self.output_layernorm), attn_mask_type=kind,
                 kernel_init=self.mha_kernel_init, attn_bias_type=self.self_attn_bias_type if first else None,
-                window_size=self.window_size if first else None, name=name, **ask, **self._fields(_BOTH, _ATTENTION),
+                window_size=self.window_size if first else None, name=name, **asked, **self._fields(_BOTH, _ATTENTION),
             )  # fmt: skip
             options = {"decode": decode and first, "sequence_descriptor": sequence_descriptor if first else None}
-            y, normed, residual, later = layer(x, kv, mask, bias, deterministic=deterministic, **options)
-            return joined(self, y, later, normed if post else residual, deterministic, self.drop_path if first else 0.0)
+            y, normed, *late = layer(x, kv, mask, bias, deterministic=deterministic, **options)
+            return joined(self, y, late[1], normed if post else late[0], deterministic, path) if between(path) else y
 
         x = attend(mine, inputs, inputs, self.self_attn_mask_type, attention_mask, bias)
         if decoder:
             x = attend("encoder_decoder_attention", x, encoded, "no_mask", encoder_decoder_mask, None)
-        between = post or (not deterministic and (self.hidden_dropout > 0 or self.drop_path > 0))  # the MLP and its residual
+        apart = post or between(self.drop_path)
         mlp = LayerNormMLP(
             self.mlp_hidden_size, epsilon=self.layernorm_epsilon, kernel_init=self.mlp_kernel_init, activations=self.mlp_activations,
             activation_params=self.mlp_activation_params, intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout, intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            name="mlp", **(ask if between else {"join_residual": True}), **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
+            name="mlp", **(ask if apart else {"join_residual": True}), **lora.fields(self, "mlp"), **MLP_AXES, **self._fields(_BOTH),
         )  # fmt: skip
         y, normed, *late = mlp(x, deterministic)
-        if between:
-            residual, later = late
-            y = joined(self, y, later, normed if post else residual, deterministic, self.drop_path)
+        if apart:
+            y = joined(self, y, late[1], normed if post else late[0], deterministic, self.drop_path)
         if not self.output_layernorm:
             return y
         axes = {"scale_axes": NORM_AXES["scale_axes"], "bias_axes": NORM_AXES["ln_bias_axes"]}

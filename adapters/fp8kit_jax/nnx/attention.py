@@ -16,6 +16,7 @@ from fp8kit_jax import attention as functions
 from fp8kit_jax import small
 from fp8kit_jax.arguments import as_array, stand
 from fp8kit_jax.checks import RULES, size
+from fp8kit_jax.layers import check_join
 from fp8kit_jax.nnx.dense import DenseGeneral, LayerNorm, LayerNormDenseGeneral, want_rngs
 
 QK_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
@@ -124,11 +125,14 @@ class MultiHeadAttention(nnx.Module):
             LayerNorm(self.head_dim, epsilon=qk_norm_eps, layernorm_type=kind, dtype=dtype) if kind else None for _ in range(2))
 
     def __call__(self, x: Any, encoded: Any = None, *, return_residual: bool = False, return_bias: bool = False,
-                 **given: Any) -> Any:
+                 join_residual: bool = False, **given: Any) -> Any:
         """``x``: h (b, s, H); ``encoded``: h (b, s_kv, H), across. ``given``: as ``DotProductAttention``. Returns h like x, or a tuple
-        with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not added, or None."""
+        with x, as ``LayerNormDenseGeneral``, and with ``return_bias`` the bias of ``out``, which then is not added, or None.
+        ``join_residual``: x is added to y, by the product of ``out``; neither of the two then."""
         return_residual = flag("MultiHeadAttention", "return_residual", return_residual)
         return_bias = flag("MultiHeadAttention", "return_bias", return_bias)
+        join_residual = flag("MultiHeadAttention", "join_residual", join_residual)
+        check_join("MultiHeadAttention", join_residual, return_residual=return_residual, return_bias=return_bias)
         if (encoded is not None) != self.cross:
             wanted = "an array across" if self.cross else "None for self attention"
             raise ShapeError(expected("MultiHeadAttention", "encoded", None if encoded is None else "an array", wanted))
@@ -148,7 +152,7 @@ class MultiHeadAttention(nnx.Module):
                                                                                                strict=False))
             layers = [q, k, parts[2]]
         o = self.core(*layers, **given)
-        y = self.out(o.reshape(*o.shape[:-2], -1), return_bias=return_bias)
+        y = self.out(o.reshape(*o.shape[:-2], -1), return_bias=return_bias, residual=residual if join_residual else None)
         y, *later = y if return_bias else (y,)
         more = [*([residual] if return_residual else []), *later]
         return (y, *more) if more else y

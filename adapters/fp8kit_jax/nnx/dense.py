@@ -92,11 +92,13 @@ class DenseGeneral(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if use_bias else None
         self.quantizers = _Quantizers()
 
-    def __call__(self, x: Any, *, return_bias: bool = False) -> Any:
-        """``x``: h (..., K). Returns h (..., features), with ``return_bias`` a pair with the bias, which then is not added, or None."""
+    def __call__(self, x: Any, *, return_bias: bool = False, residual: Any = None) -> Any:
+        """``x``: h (..., K). Returns y, h (..., features), with ``return_bias`` a pair with the bias, which then is not added, or None.
+        ``residual``: like y, added by the product, see ``fp8kit_jax.dense``; not with ``return_bias``."""
         x = as_array("DenseGeneral", "x", x)
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
-        return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers(), return_bias=return_bias)
+        more = {"return_bias": return_bias, "residual": residual}
+        return layers.dense(x, self.kernel[...].astype(x.dtype), bias, quantizer_set=self.quantizers(), **more)
 
 
 class LayerNormDenseGeneral(DenseGeneral):

@@ -65,7 +65,8 @@ ATTENTION = {"attn_mask_type": "padding", "mask": None, "bias": np.zeros((1, 2, 
 LORA = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 2, "low_rank_adaptation_alpha": 0.5}
 CALLS = {
     "dense": (fj.dense, {"x": X, "kernel": W, "bias": np.ones(6, np.float32), "contracting_dims": ((-1,), (0,)), "quantizer_set": None,
-                         "return_bias": False}),
+                         "return_bias": False, "residual": None}),
+    "dense, residual": (fj.dense, {"x": X, "kernel": W, "residual": np.ones((3, 6), np.float32), "return_bias": False}),
     "layernorm_dense": (fj.layernorm_dense, {
         "x": X, "kernel": W, "gamma": V, "beta": V, "bias": np.ones(6, np.float32), "norm_type": "layernorm", "quantizer_set": None,
         "return_layernorm_output": False, "kernel_layout": "io", "return_residual": False, **NORM}),
@@ -115,7 +116,7 @@ CALLS = {
     "flax.MultiHeadAttention": (flax(ff.MultiHeadAttention, S, S), {
         "head_dim": 4, "num_attention_heads": 2, "num_gqa_groups": 2, "attention_dropout": 0.0, "attn_mask_type": "causal",
         "input_layernorm": True, "use_bias": True, "dtype": jnp.float32, "enable_rotary_pos_emb": True, "return_residual": False,
-        "return_bias": False}),
+        "return_bias": False, "join_residual": False, "join_layernorm_output": False}),
     "flax.TransformerLayer": (flax(ff.TransformerLayer, S), {
         "hidden_size": 8, "mlp_hidden_size": 16, "num_attention_heads": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "mlp_activations": ("gelu",), "layernorm_type": "layernorm", "self_attn_mask_type": "causal", "dtype": jnp.float32,

@@ -1,5 +1,5 @@
 """What layers return beside y for a residual connection: x, whose gradient the norm's kernel adds, norm(x), and a bias to be added later.
-And an MLP that adds x itself, within its second product.
+And what adds a residual itself: ``dense``, an MLP and an attention, within their last product.
 
 The bits of whole layers are those of ``fp8kit.nn``: ``test_same_layers``. Here: the functions, over devices, and under JAX's transforms.
 """
@@ -21,7 +21,7 @@ from fp8kit_jax.flax.common import joined
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fp8kit.errors import ArgumentError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, ShapeError
 from fp8kit.testing import assert_same_bits
 from tests.adapters.jax import test_explicit, test_sharding
 from tests.adapters.jax.test_sharding import BITS, CODES, JOINED, RECIPES, ROWS, draw, near, two
@@ -54,6 +54,17 @@ def joining(x, gamma, k1, k2, b1, b2, sets, join=True):
     y, normed = fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_layernorm_output=True,
                                  join_residual=join)
     return (y if join else y + x) + jnp.tanh(normed)
+
+
+def adding(x, kernel, bias, residual, sets, join=True):
+    """A product that adds a residual, or where XLA does."""
+    y = fj.dense(x, kernel, bias, quantizer_set=sets, residual=residual if join else None)
+    return y if join else y + residual
+
+
+def operands(recipe, *features):
+    s, k = (64, 256) if recipe == "block" else (16, 64)
+    return draw(0, 8, s, k), draw(1, k, *features) / 8, draw(2, *features), draw(3, 8, s, *features), two(recipe)[0]
 
 
 def arguments(recipe, parts=1):
@@ -93,6 +104,45 @@ def test_what_an_mlp_adds_is_what_xla_adds(recipe):
     jax.tree.map(lambda a, b: near(a, b, BITS), jax.jit(pulled, static_argnums=0)(True), jax.jit(pulled, static_argnums=0)(False))
 
 
+@pytest.mark.parametrize("features", [(48,), (3, 16), ()], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_product_adds_is_what_xla_adds(recipe, features):
+    """In float32 the same bits: y, every gradient, and the state."""
+    args = operands(recipe, *features)
+    g = draw(7, *args[3].shape)
+
+    def pulled(join):
+        y, back = jax.vjp(lambda *a: adding(*a, join), *args)
+        return y, back(g)
+
+    got, want = (jax.jit(pulled, static_argnums=0)(join) for join in (True, False))
+    jax.tree.map(lambda a, b: assert_same_bits("joined", np.asarray(a), np.asarray(b)), got, want)
+    assert_same_bits("residual", np.asarray(got[1][3]), np.asarray(g))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_product_rounds_the_sum_once(recipe):
+    """In bfloat16: half a step of the sum, and float32's own error, though some sums are small beside the product. The residual alone is
+    differentiated."""
+    x, kernel, bias, residual, sets = operands(recipe, 48)
+    halves = [a.astype(jnp.bfloat16) for a in (x, kernel, bias, residual * 16)]
+    y, back = jax.vjp(lambda r: adding(*halves[:3], r, sets), halves[3])
+    want = np.asarray(adding(*(a.astype(jnp.float32) for a in halves), sets), np.float64)
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-8, atol=BITS * np.abs(want).max())
+    assert_same_bits("residual", np.asarray(back(y)[0]), np.asarray(y))
+
+
+@pytest.mark.parametrize("layout", ["oi", "transposed"])
+def test_a_residual_lies_as_y_does(layout):
+    x, residual = draw(0, 5, 16, 64), draw(3, 5, 16, 48)
+    if layout == "oi":
+        kernel, dims = draw(1, 48, 64), ((-1,), (1,))
+    else:
+        x, kernel, dims = x.transpose(2, 0, 1), draw(1, 64, 48), ((0,), (0,))
+    got, want = fj.dense(x, kernel, None, dims, residual=residual), fj.dense(x, kernel, None, dims) + residual
+    assert_same_bits(layout, np.asarray(got), np.asarray(want))
+
+
 @pytest.mark.parametrize("used", [1, 2])
 def test_what_is_used_alone(used):
     """norm(x) or x, y unused: their gradients, and zeros for the kernel."""
@@ -122,6 +172,94 @@ def test_over_devices(recipe, axes):
     kernel = draw(6, x.shape[-1], 3, x.shape[-1]) / 16
     if recipe != "block":  # squares of 128 keep their scales in fours: a kernel of this width is not cut
         test_sharding.check(projected, (x, gamma, kernel, sets), [data, (), columns, ()])
+
+
+# how x, kernel, bias and the residual are split
+SPLITS = {
+    "rows": (ROWS, (), (), ROWS),
+    "columns": (ROWS, (None, "tensor"), ("tensor",), ("data", None, "tensor")),
+    "columns of three": (ROWS, JOINED, (None, "tensor"), ("data", None, None, "tensor")),
+    "contraction": (("data", None, "tensor"), ("tensor",), (), ROWS),
+    "contraction of three": (("data", None, "tensor"), ("tensor",), (), ROWS),
+    "contraction and columns": ((None, None, "tensor"), ("tensor", "data"), ("data",), (None, None, "data")),
+    "the residual alone": ((), (), (), ROWS),
+}  # fmt: skip
+
+
+def split_case(recipe, split):
+    n = 2048 if recipe == "block" and "columns" in split else 64  # squares of 128 keep their scales in fours
+    return operands(recipe, *((3, n) if "three" in split else (n,))), (*SPLITS[split], ())
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_product_over_devices(recipe, split):
+    """Where y is a sum over devices, the residual joins it once. Nothing is gathered."""
+    args, specs = split_case(recipe, split)
+    test_sharding.check(adding, args, specs, CODES)
+
+
+@pytest.mark.parametrize("split", list(SPLITS)[:-1])  # of x that is whole the gradient must be
+@pytest.mark.parametrize("recipe", ["high", "current"])
+def test_a_product_over_an_explicit_mesh(recipe, split):
+    args, specs = split_case(recipe, split)
+    test_explicit.check(adding, args, specs, CODES)
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_a_residual_joins_the_rounded_sum(recipe):
+    """In bfloat16, a contraction over devices: the bits of an addition behind it, which does not round the residual with every part."""
+    *args, sets = operands(recipe, 48)
+    args = test_sharding.placed([a.astype(jnp.bfloat16) for a in args], SPLITS["contraction"])
+    got, want = (jax.jit(adding, static_argnums=5)(*args, sets, join) for join in (True, False))
+    assert_same_bits("y", np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
+def test_a_product_under_shard_map(recipe):
+    """Rows over 8 devices, with one amax for all."""
+    x, kernel, bias, residual, sets = operands(recipe, 48)
+    mesh, rows = Mesh(np.array(jax.devices("cpu")[:8]), ("data",)), P("data")
+    local = jax.shard_map(adding, mesh=mesh, in_specs=(rows, P(), P(), rows, P()), out_specs=rows)
+
+    def pulled(function, x, residual):
+        y, back = jax.vjp(lambda x, residual: function(x, kernel, bias, residual, sets), x, residual)
+        return y, back(residual)
+
+    got, want = (jax.jit(pulled, static_argnums=0)(function, x, residual) for function in (local, adding))
+    jax.tree.map(lambda a, b: near(a, b, BITS), got, want)
+
+
+def test_every_device_of_a_split_by_hand_adds_its_own():
+    """As it adds a bias."""
+    x, kernel, bias, residual, sets = operands("high", 48)
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",))
+    local = jax.shard_map(lambda *a: jax.lax.psum(adding(*a, sets), "tensor"), mesh=mesh,
+                          in_specs=(P(None, None, "tensor"), P("tensor"), P(), P()), out_specs=P())
+    near(jax.jit(local)(x, kernel, bias, residual), fj.dense(x, kernel) + 2 * (bias + residual), BITS)
+
+
+@pytest.mark.parametrize("mapped", ["x", "residual", "both"])
+@pytest.mark.parametrize("features", [(48,), (3, 16)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_batch_of_products(recipe, features, mapped):
+    """Each element's own: y alone, for which both may become further rows, and with the gradients."""
+    x, kernel, bias, residual, sets = operands(recipe, *features)
+    batched = mapped != "residual", mapped != "x"
+    given = [jnp.stack([a, a * 3]) if own else a for a, own in zip((x, residual), batched, strict=True)]
+    axes = tuple(0 if own else None for own in batched)
+
+    def one(x, residual):
+        return adding(x, kernel, bias, residual, sets)
+
+    def pulled(x, residual):
+        y, back = jax.vjp(one, x, residual)
+        return back(jnp.sin(y))
+
+    for function in (one, pulled):
+        parts = [function(*(a[i] if own else a for a, own in zip(given, batched, strict=True))) for i in range(2)]
+        want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+        jax.tree.map(lambda a, b: near(a, b, BITS), jax.vmap(function, axes)(*given), want)
 
 
 @pytest.mark.parametrize("function", [mlp, joining])
@@ -159,7 +297,7 @@ def test_stages_give_the_same_bits(function):
     jax.tree.map(lambda a, b: assert_same_bits("stages", np.asarray(a), np.asarray(b)), got, jax.jit(pulled)(g, *args))
 
 
-@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("joins", [False, True, "product"])
 @pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
 def test_scan_checkpoint_and_vmap_change_no_bits(recipe, joins):
     x, *rest = arguments(recipe)
@@ -168,6 +306,8 @@ def test_scan_checkpoint_and_vmap_change_no_bits(recipe, joins):
 
     def layer(h, parts):
         (gamma, k1, k2, b1, b2), sets = parts
+        if joins == "product":
+            return fj.dense(fj.dense(h, k1[:, 0], b1[0], quantizer_set=sets[0]), k2, b2, quantizer_set=sets[1], residual=h), None
         if joins:
             return fj.layernorm_mlp(h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, join_residual=True), None
         y, h, bias = fj.layernorm_mlp(h, gamma, None, (k1, k2), (b1, b2), "rmsnorm", quantizer_sets=sets, return_residual=True,
@@ -183,6 +323,8 @@ def test_scan_checkpoint_and_vmap_change_no_bits(recipe, joins):
     for body in (layer, jax.checkpoint(layer)):
         got = gradients(lambda x, stacked, body=body: jax.lax.scan(body, x, stacked)[0], (x, stacked))
         jax.tree.map(lambda a, b: assert_same_bits("scan", np.asarray(a), np.asarray(b)), got, want)
+    if joins == "product":
+        return  # without saved arrays a batch is further rows: test_a_batch_of_products
     batch = jnp.stack([x, x * 3])
 
     def pulled(x):
@@ -292,6 +434,85 @@ def test_a_module_of_nnx_that_joins(bias):
     near(module(x, join_residual=True), module(x) + x, BITS)
 
 
+PRODUCTS = {"one": {"features": 48}, "adaptation": {"features": 48, "enable_low_rank_adaptation": True},
+            "of three": {"features": (3, 16)}, "two summed": {"features": 48, "axis": (0, 2)},
+            "of three, adaptation": {"features": (3, 16), "enable_low_rank_adaptation": True}}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_a_product_of_flax_that_joins(case, bias):
+    x, module = draw(0, 4, 16, 64), flax_modules.DenseGeneral(**PRODUCTS[case], use_bias=bias)
+    variables = jax.tree.map(lambda leaf: leaf + 0.25, module.init(KEY, x))
+    residual = draw(3, *module.apply(variables, x).shape)
+    got, want = (gradients(lambda v, x, r, join=join: module.apply(v, x, r) if join else module.apply(v, x) + r, (variables, x, residual))
+                 for join in (True, False))
+    jax.tree.map(lambda a, b: near(a, b, BITS), got, want)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_nnx_that_joins(bias):
+    x, module = draw(0, 16, 64), nnx_modules.DenseGeneral(64, (3, 16), rngs=nnx.Rngs(0), use_bias=bias)
+    residual = draw(3, 16, 3, 16)
+    near(module(x, residual=residual), module(x) + residual, BITS)
+
+
+ATTENTIONS = {"packed": {}, "groups": {"num_gqa_groups": 2}, "three kernels": {"fuse_qkv_params": False},
+              "no norm": {"input_layernorm": False}, "rotary": {"enable_rotary_pos_emb": True},
+              "adaptation": {"low_rank_adaptation_scope": "all"}}
+
+
+@pytest.mark.parametrize("what", ["join_residual", "join_layernorm_output"])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_an_attention_that_joins(case, across, what):
+    """Whatever its projections are: y is what it is without, and x or norm(x); so are the gradients."""
+    x, encoded, g = draw(0, 2, 16, 64), draw(1, 2, 16, 64), draw(7, 2, 16, 64)
+    options = {"head_dim": 16, "num_attention_heads": 4, "use_bias": True, "return_layernorm_output": True} | ATTENTIONS[case]
+    plain, joins = (flax_modules.MultiHeadAttention(**options, **more) for more in ({}, {what: True}))
+    variables = jax.tree.map(lambda leaf: leaf + 0.25, linen.unbox(plain.init(KEY, x, encoded if across else x)))
+
+    def pulled(variables, x, encoded, join):
+        def function(variables, x, encoded):
+            y, normed = (joins if join else plain).apply(variables, x, encoded if across else x)
+            return (y if join else y + (x if what == "join_residual" else normed)) + jnp.tanh(normed)
+
+        y, back = jax.vjp(function, variables, x, encoded)
+        return y, back(g)
+
+    got, want = (jax.jit(pulled, static_argnums=3)(variables, x, encoded, join) for join in (True, False))
+    jax.tree.map(lambda a, b: near(a, b, BITS), got, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_gqa_groups": 2}, {"input_layernorm": False}, {"cross": True}], ids=str)
+def test_an_attention_of_nnx_that_joins(options):
+    x, module = draw(0, 2, 16, 64), nnx_modules.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0), use_bias=True, **options)
+    inputs = (x, draw(1, 2, 8, 64)) if "cross" in options else (x,)
+    near(module(*inputs, join_residual=True), module(*inputs) + x, BITS)
+
+
+def test_what_does_not_fit_a_residual():
+    x, kernel, residual = draw(0, 16, 64), draw(1, 64, 48), draw(3, 16, 48)
+    wrong = {
+        r"dense: residual: got shape \(48, 16\), expected shape \(16, 48\), as y": residual.T,
+        r"linear: residual: got bfloat16, expected float32": residual.astype(jnp.bfloat16),
+        r"dense: residual: got 'word', expected an array": "word",
+    }
+    for message, value in wrong.items():
+        with pytest.raises((ShapeError, FormatError), match=message):
+            fj.dense(x, kernel, residual=value)
+    calls = {
+        "dense": lambda: fj.dense(x, kernel, return_bias=True, residual=residual),
+        "DenseGeneral": lambda: flax_modules.DenseGeneral(48, return_bias=True).init(KEY, x, residual),
+        "dense (NNX)": lambda: nnx_modules.DenseGeneral(64, 48, rngs=nnx.Rngs(0))(x, return_bias=True, residual=residual),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ArgumentError, match=rf"{name.split()[0]}: return_bias: got True, expected False with a residual"):
+            call()
+    with pytest.raises(ArgumentError, match="MultiHeadAttention: join_residual: got True, expected False with join_layernorm_output"):
+        flax_modules.MultiHeadAttention(16, 4, join_residual=True, join_layernorm_output=True).init(KEY, x[None], x[None])
+
+
 @pytest.mark.parametrize("asked", ["return_residual", "return_bias"])
 def test_what_has_joined_does_not_come_back(asked):
     x, gamma, kernels, more = draw(0, 16, 64), jnp.ones(64), (draw(1, 64, 1, 32), draw(2, 32, 64)), {asked: True, "join_residual": True}
@@ -299,6 +520,8 @@ def test_what_has_joined_does_not_come_back(asked):
         "layernorm_mlp": lambda: fj.layernorm_mlp(x, gamma, None, kernels, norm_type="rmsnorm", **more),
         "LayerNormMLP": lambda: flax_modules.LayerNormMLP(32, enable_layernorm=False, **more).init(KEY, x),
         "layernorm_mlp (NNX)": lambda: nnx_modules.LayerNormMLP(64, 32, rngs=nnx.Rngs(0))(x, **more),
+        "MultiHeadAttention": lambda: flax_modules.MultiHeadAttention(16, 4, **more).init(KEY, x[None], x[None]),
+        "MultiHeadAttention (NNX)": lambda: nnx_modules.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0))(x[None], **more),
     }
     for name, call in calls.items():
         with pytest.raises(ArgumentError, match=rf"{name.split()[0]}: {asked}: got True, expected False with join_residual"):

@@ -90,6 +90,24 @@ def test_layernorm_mlp(recipe, kind, device):
     steps(module, function, random_parameters(module, "float32"), RECIPES[recipe], "float32", 2, device)
 
 
+class Adding(nn.Linear):
+    """As ``fp8kit.nn.TransformerLayer`` has its output projections, but for where the residual comes from."""
+
+    def forward(self, x):
+        return self.branch(x, None, "add", x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_product_that_adds_a_residual(recipe, device):
+    """In bfloat16, where what is rounded twice shows."""
+    module = Adding(K, K, params_dtype="bfloat16", device=device)
+
+    def function(p, sets, x):
+        return fj.dense(x, p["weight"], p["bias"], ((-1,), (1,)), sets[0], residual=x)
+
+    steps(module, function, random_parameters(module, "bfloat16"), RECIPES[recipe], "bfloat16", 1, device)
+
+
 class Joining(nn.LayerNormMLP):
     """As ``fp8kit.nn.TransformerLayer`` has it."""
 

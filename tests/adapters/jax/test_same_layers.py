@@ -59,17 +59,17 @@ PRODUCTS = {
 }
 
 
-def flax_layer(x, bias, **options):
-    """``function(variables, x)`` of variables by their paths, and their shapes."""
+def flax_layer(x, bias, encoded=None, **options):
+    """``function(variables, x)`` of variables by their paths, with ``encoded`` where there is one, and their shapes."""
     layer = flax_modules.TransformerLayer(
         WIDTH, INNER, HEADS, layernorm_epsilon=EPSILON, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False,
         scale_attn_logits=True, dtype=x.dtype, use_bias=bias, **options)  # fmt: skip
-    shapes = linen.unbox(jax.eval_shape(layer.init, jax.random.key(0), x))
+    shapes = linen.unbox(jax.eval_shape(layer.init, jax.random.key(0), x, encoded))
     shapes = {**shapes["params"], "fp8": shapes.get(fj.FP8_COLLECTION_NAME, {})}
 
-    def function(variables, x):
+    def function(variables, x, encoded=None):
         params = traverse_util.unflatten_dict(variables, "/")
-        return layer.apply({fj.FP8_COLLECTION_NAME: params.pop("fp8", {}), "params": params}, x, deterministic=True)
+        return layer.apply({fj.FP8_COLLECTION_NAME: params.pop("fp8", {}), "params": params}, x, encoded, deterministic=True)
 
     return function, traverse_util.flatten_dict(shapes, sep="/")
 
@@ -109,6 +109,43 @@ def test_a_transformer_layer_without_fp8(door, dtype, bias):
 @pytest.mark.parametrize("option", ["apply_residual_connection_post_layernorm", "output_layernorm"])
 def test_residuals_that_start_elsewhere(option, device):
     same_layer("flax", "delayed", "bfloat16", True, device, **{option: True})
+
+
+ACROSS = "inter_attention.layernorm_query"
+DECODER = {  # native parameter -> path in Flax
+    **{name: flax.replace("attention/", "self_attention/") for name, (flax, _) in (PARAMETERS | BIASES).items()},
+    **{f"{ACROSS}.layer_norm_{name}": f"encoder_decoder_attention/query/{own}" for name, own in (("weight", "scale"), ("bias", "ln_bias"))},
+    **{f"{module}.{name}": f"encoder_decoder_attention/{own}/{path}" for name, path in (("weight", "kernel"), ("bias", "bias"))
+       for module, own in ((ACROSS, "query"), ("inter_attention.key_value", "kv"), ("inter_attention.proj", "out"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "post"), [("current", False), ("block", True)])
+def test_a_decoder(recipe, post):
+    """In bfloat16, one step: the attention across adds its residual within its product, too. Beside the native layer alone."""
+    _, native = twins("TransformerLayer", "cpu", "bfloat16", **OPTIONS, layer_type="decoder", apply_residual_connection_post_layernorm=post)
+    x, encoded, g = (draw(seed, (2, n, WIDTH), "bfloat16") for seed, n in ((0, 5), (1, 7), (2, 5)))
+    own = {name: value.numpy() for name, value in native.named_parameters()}
+    assert own.keys() == DECODER.keys()
+    with fj.autocast(enabled=True, recipe=RECIPES[recipe]):
+        function, shapes = flax_layer(x, True, encoded, apply_residual_connection_post_layernorm=post,
+                                      layer_type=flax_modules.TransformerLayerType.DECODER)
+        variables = {path: own[name].T.reshape(shapes[path].shape) for name, path in DECODER.items()}
+        y, pull = jax.jit(lambda *a: jax.vjp(function, *a))(variables, x, encoded)
+        found, *inputs = pull(g)
+    leaves = [fk.tensor(a, requires_grad=True) for a in (x, encoded)]
+    with fk.autocast(recipe=RECIPES[recipe]):
+        want = native(leaves[0], encoder_output=leaves[1])
+    want.backward(fk.tensor(g))
+    assert_same_bits("y", np.asarray(y), want.numpy())
+    for what, got, leaf in zip(("dx", "of encoded"), inputs, leaves, strict=True):
+        assert_same_bits(what, np.asarray(got), leaf.grad.numpy())
+    for name, value in native.named_parameters():
+        got = np.asarray(found[DECODER[name]])
+        if value.grad.numpy().ndim == 1:
+            assert_same_bits(name, got.reshape(-1), value.grad.numpy())
+        else:
+            assert relative_error(got, value.grad.numpy().T.reshape(got.shape)) <= epsilon("bfloat16"), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
