@@ -151,8 +151,11 @@ def dropout_seed(key: Any) -> np.ndarray[Any, Any]:
     """What an operation draws with a JAX key: ``(seed, offset)``, int64 (2,) of NumPy, whatever JAX's configuration. Not within ``jit``.
 
     ``with fk.draw_from(lambda device: fk.tensor(dropout_seed(next(keys)), device=device)):`` drops in a native layer what JAX's functions
-    drop with these keys. FormatError for what is no key.
+    drop with these keys. FormatError for what is not one key.
     """
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if np.shape(key) not in (((),) if typed else ((2,), (4,))):
+        raise FormatError(expected("dropout_seed", "key", f"shape {np.shape(key)}", "one JAX key"))
     return np.asarray(rng_words(key)).view(np.int64)
 
 

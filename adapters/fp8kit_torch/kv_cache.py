@@ -34,7 +34,7 @@ def handle_of(steps: Steps) -> Tensor:
     """int64 () on the CPU: a new name for ``steps`` while they live, in graphs."""
     number = next(_HANDLES)
     _LIVE[number] = steps
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 @custom_op("fp8kit::take_step_", mutates_args=("longest",), tags=(torch.Tag.cudagraph_unsafe,))
@@ -52,7 +52,7 @@ def take_step_(longest: Tensor, layer: Tensor, handle: Tensor, layer_number: int
     dims = spec.head_dim, spec.head_dim_v
     _, sizes = steps.check_step(_OP, layer_number, spec.qkv_format, leading, spec.num_gqa_groups, dims, kind_of(layer.dtype))
     steps.stepped(layer_number)
-    longest.copy_(torch.tensor(sizes))
+    longest.copy_(torch.tensor(sizes, device="cpu"))
 
 
 @take_step_.register_fake

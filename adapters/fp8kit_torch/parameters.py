@@ -28,11 +28,14 @@ def default_device() -> torch.device:
 
 
 def placed(operation: str, device: Any) -> torch.device:
-    """The device that an argument ``device`` means, None the default one. BackendError where it is CUDA and torch has none."""
+    """The device that an argument ``device`` means, None the default one. BackendError where it is a CUDA device that
+    torch does not have."""
     where = default_device() if device is None else checks.device(operation, "device", device)
     if where.type == "cuda" and not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
         raise BackendError(expected(operation, "device", where, f'a CUDA device, but {why}; device="cpu" computes the same, slowly'))
+    if where.type == "cuda" and where.index is not None and where.index >= torch.cuda.device_count():
+        raise BackendError(expected(operation, "device", where, f"one of the {torch.cuda.device_count()} CUDA devices that are here"))
     return where
 
 

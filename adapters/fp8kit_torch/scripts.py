@@ -107,14 +107,17 @@ def _add(part: Any, classes: Classes, key: list[Any], parts: list[Any], paramete
     for child in part._modules.values():
         if child is not None:
             hooks = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
-            own_class = type(child)
-            if hooks or own_class not in classes or classes[own_class] is not own_class.forward:
-                return False
-            if "forward" in child.__dict__ or child._compiled_call_impl is not None:
+            if hooks or not runs_its_own(child, classes) or child._compiled_call_impl is not None:
                 return False
             if not _add(child, classes, key, parts, parameters):
                 return False
     return True
+
+
+def runs_its_own(part: Any, classes: Classes) -> bool:
+    """Whether a call of ``part`` runs the ``forward`` of one of ``classes``, and nothing that somebody put in its place."""
+    own_class = type(part)
+    return own_class in classes and classes[own_class] is own_class.forward and "forward" not in part.__dict__
 
 
 class _Link(NamedTuple):

@@ -46,7 +46,7 @@ class ScalingState:
     def _take(self, parts: Sequence[Tensor]) -> None:
         self.scale, self.scale_inv, self.amax_history = parts
         number = next(_HANDLES)
-        self.handle = torch.tensor(number)
+        self.handle = torch.tensor(number, device="cpu")
         self.group: Any = None
         self._seen: Any = (None, None, None, {})
         _LIVE[number] = self

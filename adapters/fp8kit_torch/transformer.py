@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _global_forward_hooks
 
 from fp8kit.errors import ArgumentError, expected, on_behalf_of
 from fp8kit.layers import ACROSS, sequence_starts, want_no_encoder
@@ -26,7 +27,7 @@ from fp8kit_torch.norm_mlp import LayerNormMLP
 from fp8kit_torch.parameters import Init, Watched
 from fp8kit_torch.plans import Stand
 from fp8kit_torch.reprs import described
-from fp8kit_torch.scripts import by_script
+from fp8kit_torch.scripts import by_script, runs_its_own
 from fp8kit_torch.specs import spec_for
 from fp8kit_torch.views import as_view
 
@@ -246,7 +247,7 @@ class TransformerLayer(Watched):
         or what one of its ``parts`` does."""
         if self.training and (self.hidden_dropout or (self.drop_path_rate and paths is not None)):
             return False
-        return not any(part._forward_hooks or _PARTS.get(type(part)) is not type(part).forward for part in parts)
+        return not _global_forward_hooks and all(not part._forward_hooks and runs_its_own(part, _PARTS) for part in parts)
 
     def _late_bias(self, branch: MultiheadAttention | LayerNormMLP, last: Linear | LayerNormMLP) -> str:
         """Who adds a branch's last bias: dropout_add does ("deferred"; the product's backward makes its gradient), but not where the

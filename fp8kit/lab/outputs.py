@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.protocol import Cast
 
-# Operation -> arguments that it writes. "+": what stands there before matters (accumulated, changed in place, or not written everywhere);
+# Operation -> arguments that it writes. "+": what stands there before matters (accumulated, changed in place, or not written everywhere).
 # Operations that only answer with a number write nothing.
 _WRITES = {
     "amax": "amax+",

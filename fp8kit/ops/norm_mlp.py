@@ -78,6 +78,8 @@ class NormMLPSpec:
         if self.fc1.out_features != parts * self.fc2.in_features:
             wanted = f"{parts} * {self.fc2.in_features} for {self.activation}"
             raise ShapeError(expected("norm_mlp", "fc1", f"{self.fc1.out_features} output features", wanted))
+        if self.joins and self.residual:
+            raise FormatError(expected("norm_mlp", "joins", True, "False with residual"))
         if self.joins and self.norm.features != self.fc2.out_features:
             got = f"{self.fc2.out_features} output features"
             raise ShapeError(expected("norm_mlp", "fc2", got, f"{self.norm.features}, as x, to join"))

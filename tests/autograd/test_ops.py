@@ -11,6 +11,7 @@ from fp8kit import arrays, autograd, codec, formats
 from fp8kit.arrays import ArrayView
 from fp8kit.autograd import Tensor, apply, rules, tensor
 from fp8kit.backends import dispatch
+from fp8kit.backends.reference import gemm
 from fp8kit.errors import AutogradError, FormatError, ShapeError
 from fp8kit.ops.cross_entropy import CrossEntropySpec, cross_entropy
 from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec, add, dropout_add
@@ -293,10 +294,25 @@ def test_fused_mlp_equals_its_parts_bit_for_bit(fp8: Fp8) -> None:
             assert_same_bits(name, got, want)
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[Any]]:
+    """What the CPU engine's products are in float32, by their shape, before they are rounded."""
+    found: dict[Any, list[Any]] = {}
+    store = gemm.store
+
+    def kept(view: ArrayView, values: np.ndarray[Any, Any]) -> None:
+        found.setdefault(view.shape, []).append(values.copy())
+        store(view, values)
+
+    monkeypatch.setattr(gemm, "store", kept)
+    return found
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"])
-def test_a_residual_joins_within_the_product_with_one_rounding(fp8: Fp8 | None, dtype: str, recompute: bool) -> None:
+def test_a_residual_joins_within_the_product_with_one_rounding(fp8: Fp8 | None, dtype: str, recompute: bool,
+                                                               products: dict[Any, list[Any]]) -> None:
     """The sum is float32's, which the CPU engine adds in the order product, bias, residual; the gradients those of an addition apart."""
     kind = formats.dtype(dtype).numpy
     shapes = {"norm_weight": (24,), "fc1_weight0": (40, 24), "fc1_bias0": (40,), "fc2_weight0": (24, 40), "fc2_bias0": (24,)}
@@ -314,37 +330,38 @@ def test_a_residual_joins_within_the_product_with_one_rounding(fp8: Fp8 | None, 
     out, joined = mlp(joins=True)
     assert "residual" not in out
     out["y"].backward(g)
+    products.clear()
     plain, apart = mlp(residual=True)
+    exact = products[(20, 24)][-1]  # fc2's, before it is rounded
     apply(dropout_add, DropoutAddSpec(24), {"x": plain["y"], "residual": plain["residual"]})["y"].backward(g)
     for name in values:
         assert_same_bits(name, joined[name].grad.numpy(), apart[name].grad.numpy())
-    y, wide = out["y"].numpy(), plain["y"].numpy().astype(np.float32) + values["x"].astype(kind).astype(np.float32)
-    if dtype == "float32":
-        assert_same_bits("y", y, wide)
-    else:  # the MLP's own output, which ``plain`` rounded, is at most one rounding away from what was added
-        assert_close("y", y, wide, formats.bfloat16, np.abs(plain["y"].numpy().astype(np.float64)) * 2.0**-8)
+    assert_same_bits("y", out["y"].numpy(), (exact + values["x"].astype(kind).astype(np.float32)).astype(kind))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["oi", "io"])
 @pytest.mark.parametrize("fp8", [None, DELAYED, CURRENT, BLOCKS], ids=["high", "delayed", "current", "blocks"])
-def test_linear_adds_a_residual(fp8: Fp8 | None, layout: str) -> None:
-    """In float32 the bits of an addition apart; its gradient is the output's own."""
+def test_linear_adds_a_residual(fp8: Fp8 | None, layout: str, dtype: str, products: dict[Any, list[Any]]) -> None:
+    """Before its product is rounded; the residual's gradient is the output's own."""
+    kind = formats.dtype(dtype).numpy
     segments = (17, 23)
     spec = LinearSpec(ProductSpec(24, segments, layout=layout, fp8=fp8))
-    x, residual, g = normal(20, 24), normal(20, 40), normal(20, 40)
+    x, residual, g = normal(20, 24), normal(20, 40).astype(kind), normal(20, 40).astype(kind)
     values = {"x": x} | named("weight", cut(normal(40, 24), segments, layout)) | named("bias", [normal(n) for n in segments])
     scale = {"x_scale": one(50.0), "w_scale": one(300.0)} if fp8 is DELAYED else {}
     late = {"g_scale": one(2000.0)} if fp8 is DELAYED else {}
 
     def run(**more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs = {name: tensor(value, True) for name, value in (values | more).items()}
+        inputs = {name: tensor(value.astype(kind), True) for name, value in (values | more).items()}
         return apply(linear, spec, inputs | scale, late=late)["y"], inputs
 
     plain, apart = run()
+    exact = products[(20, 40)][-1]
     y, joined = run(residual=residual)
     plain.backward(g)
     y.backward(g)
-    assert_same_bits("y", y.numpy(), plain.numpy() + residual)
+    assert_same_bits("y", y.numpy(), (exact + residual.astype(np.float32)).astype(kind))
     assert_same_bits("residual", joined["residual"].grad.numpy(), g)
     for name in values:
         assert_same_bits(name, joined[name].grad.numpy(), apart[name].grad.numpy())
@@ -353,6 +370,8 @@ def test_linear_adds_a_residual(fp8: Fp8 | None, layout: str) -> None:
 
 
 def test_a_residual_joins_only_an_output_of_its_size() -> None:
+    with pytest.raises(FormatError, match=r"norm_mlp: joins: got True, expected False with residual"):
+        NormMLPSpec(NormSpec(24), ProductSpec(24, (40,), prefix="fc1_"), ProductSpec(40, (24,), prefix="fc2_"), joins=True, residual=True)
     with pytest.raises(ShapeError, match=r"norm_mlp: fc2: got 16 output features, expected 24"):
         NormMLPSpec(NormSpec(24), ProductSpec(24, (40,), prefix="fc1_"), ProductSpec(40, (16,), prefix="fc2_"), joins=True)
 

@@ -37,7 +37,7 @@ _SCALE_MODES: dict[Scaling, int] = {"tensor": 0, "row": 3, "block_1x128": 4, "bl
 
 @dataclass(frozen=True)
 class MatmulKey:
-    """One matrix product, row-major: out (m, n) = alpha * op(a) op(b) [* scales] [+ bias] [+ out].
+    """One matrix product, row-major: out (m, n) = alpha * op(a) op(b) [* scales] [+ bias] [+ addend].
 
     * ``layout``: "nt" a (m, k), b (n, k); "nn" a (m, k), b (k, n); "tn" a (k, m), b (k, n). FP8 takes "nt" only.
     * ``a``, ``b``, ``out``: element types; float8_e4m3fn and float8_e5m2 for FP8 inputs. ``a_stride``, ``b_stride``, ``out_stride``:

@@ -11,7 +11,7 @@ import functools
 
 from fp8kit import formats
 from fp8kit.arrays import ArrayView
-from fp8kit.backends.cuda import algorithms, launch
+from fp8kit.backends.cuda import algorithms, elementwise, launch
 from fp8kit.backends.cuda.cublaslt import KEPT, WORKSPACE, MatmulKey, Plan, Scaling, plan
 from fp8kit.backends.protocol import Layout
 from fp8kit.errors import BackendError, expected
@@ -37,8 +37,8 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     index, limit = out.device.index, _usable(workspace)
     a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
-    added = _added(addend, out)
-    aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr | added) % _ALIGNMENT
+    aligned = not (a.ptr | b.ptr | out.ptr | bias_ptr) % _ALIGNMENT
+    added = _added(addend, out, aligned, stream)
     fused = bias_ptr != 0
     ready = _plain_plan(index, layout, m, n, k, a_stride, b_stride, out_stride, a.dtype, out.dtype, fused, addend is not None, aligned,
                         limit, timed)  # fmt: skip
@@ -76,22 +76,26 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
     # cuBLASLt adds only a bfloat16 bias to a float32 product, so that one's is added afterwards
     late_bias = bias is not None and out.dtype is float32
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
-    added = _added(addend, out)
-    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize | bias_ptr | added) % _ALIGNMENT != 0
+    odd_bias = bias_ptr % _ALIGNMENT != 0
+    unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
     fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
     a_stride, b_stride = launch.row_stride(a), launch.row_stride(b)
     ready = _scaled_plan(index, padded_m, padded_n, k, _code_type(a_format), _code_type(b_format), written, a_stride, b_stride,
                          padded_n if unfit else out_stride, fused, addend is not None and not unfit, fast_accumulate, scaling, limit,
                          timed)
     product, scratch = out.ptr, _address(workspace, limit)
-    if unfit:
-        wanted = WORKSPACE + 4 * padded_m * padded_n
+    if unfit or odd_bias:  # room for a padded output, or for the bias at an address that cuBLASLt takes
+        wanted = WORKSPACE + 4 * padded_n * (padded_m if unfit else 1)
         if workspace is None or workspace.shape[0] < wanted:
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
             raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
-        product = workspace.ptr + WORKSPACE
-    scales = a_scale_inv.ptr, b_scale_inv.ptr
-    bias_ptr, added = (0, 0) if unfit else (bias_ptr, added)
+        room = workspace.ptr + WORKSPACE
+        if unfit:
+            product, bias_ptr = room, 0
+        elif bias is not None:
+            elementwise.copy(bias, ArrayView(room, bias.shape, bias.dtype, bias.device, workspace.owner), stream)
+            bias_ptr = room
+    scales, added = (a_scale_inv.ptr, b_scale_inv.ptr), 0 if unfit else _added(addend, out, True, stream)
     if not ready.settled:
         algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream, added), stream)
     ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, scratch, limit, stream, added)
@@ -127,9 +131,9 @@ def gemm_workspace() -> int:
 
 
 def fp8_gemm_workspace(rows: int, columns: int) -> int:
-    """See ``backends.protocol``. The padded output is float32."""
+    """See ``backends.protocol``. The padded output is float32; without one there is room for a bias."""
     padded_rows, padded_columns = -(-rows // 16) * 16, -(-columns // 16) * 16
-    return WORKSPACE + (0 if (padded_rows, padded_columns) == (rows, columns) else 4 * padded_rows * padded_columns)
+    return WORKSPACE + 4 * padded_columns * (1 if (padded_rows, padded_columns) == (rows, columns) else padded_rows)
 
 
 def _usable(workspace: ArrayView | None) -> int:
@@ -152,9 +156,15 @@ def _code_type(fmt: Format) -> DType:
     return found
 
 
-def _added(addend: ArrayView | None, out: ArrayView) -> int:
-    """The address of an addend that is not ``out`` itself, else 0."""
-    return 0 if addend is None or addend.ptr == out.ptr else addend.ptr
+def _added(addend: ArrayView | None, out: ArrayView, aligned: bool, stream: int) -> int:
+    """The address of an addend apart from ``out``, 0 for none or out itself, which it is copied to where the product wants ``aligned``
+    addresses and its own is not."""
+    if addend is None or addend.ptr == out.ptr:
+        return 0
+    if aligned and addend.ptr % _ALIGNMENT:
+        elementwise.copy(addend, out, stream)
+        return 0
+    return addend.ptr
 
 
 def _finish(product: int | None, stride: int, bias: ArrayView | None, out: ArrayView, addend: ArrayView | None, stream: int) -> None:

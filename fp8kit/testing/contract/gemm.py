@@ -26,17 +26,19 @@ LAYOUTS: tuple[Layout, ...] = ("nt", "nn", "tn")
 
 
 def _gemm(dtype: DType, sizes: tuple[int, int, int], layout: Layout, out_dtype: DType | None = None, bias: bool = False,
-          add: str = "", gap: int = 0) -> Callable[[Kernels, Device], None]:
+          add: str = "", gap: int = 0,
+          odd: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, n, k = sizes
         kind = out_dtype or dtype
         a, b = draw(1, (m, k), dtype), draw(2, (k, n), dtype)
         shift, before = draw(3, (n,), dtype), draw(4, (m, n), kind)
         out, check = hole((m, n), kind, device, gap)
-        addend = added(add, before, out, kernels, gap)
+        addend = misplaced(before, device) if odd else added(add, before, out, kernels, gap)
+        own_bias = (misplaced if odd else put)(shift, device) if bias else None
         left = spread(np.ascontiguousarray(a.T) if layout == "tn" else a, device, gap)
         right = spread(np.ascontiguousarray(b.T) if layout == "nt" else b, device, gap)
-        kernels.gemm(left, right, out, layout, put(shift, device) if bias else None, addend,
+        kernels.gemm(left, right, out, layout, own_bias, addend,
                      workspace(kernels.gemm_workspace(), device), 0)
         reference, magnitude = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
         joined = joining_slack(reference, kind, int(bias) + bool(add), device)
@@ -60,6 +62,12 @@ def added(how: str, values: Array, out: ArrayView, kernels: Kernels, gap: int = 
     return addend
 
 
+def misplaced(values: Array, device: Device) -> ArrayView:
+    """The values at an address that is a multiple of their size alone."""
+    flat = values.reshape(-1)
+    return put(np.concatenate([flat[:1], flat]), device).slice(0, 1, flat.size).reshape(*values.shape)
+
+
 def joining_slack(product: Array, dtype: DType, joins: int, device: Device) -> Array:
     """What a device may lose by rounding the product to a 16-bit ``dtype`` before each of ``joins`` additions."""
     lossy = device.kind != "cpu" and dtype is not float32
@@ -80,7 +88,8 @@ def fp8_slack(magnitude: Array, terms: int, fast: bool, device: Device) -> Array
 
 
 def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_format: Format = E4M3, fast: bool = False,
-         bias: bool = False, add: str = "", by_row: bool = False) -> Callable[[Kernels, Device], None]:
+         bias: bool = False, add: str = "", by_row: bool = False,
+         odd: bool = False) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, n, k = sizes
         m_padded, n_padded = -(-m // 16) * 16, -(-n // 16) * 16
@@ -89,9 +98,10 @@ def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_f
         count = (m_padded, n_padded) if by_row else (1, 1)
         a_scale, b_scale = (np.random.default_rng(5 + i).uniform(0.01, 0.1, c).astype(np.float32) for i, c in enumerate(count))
         out, check = hole((m, n), dtype, device, 0)
-        addend = added(add, before, out, kernels)
+        addend = misplaced(before, device) if odd else added(add, before, out, kernels)
+        own_bias = (misplaced if odd else put)(shift, device) if bias else None
         kernels.fp8_gemm(put(a, device), put(b, device), out, a_format, b_format, put(a_scale, device), put(b_scale, device),
-                         put(shift, device) if bias else None, addend, fast,
+                         own_bias, addend, fast,
                          workspace(kernels.fp8_gemm_workspace(m, n), device), 0)
         left = codec.decode(a, a_format) * wide(a_scale)[:, None]
         right = codec.decode(b, b_format) * wide(b_scale)[:, None]
@@ -125,6 +135,10 @@ CASES = [
     *table("fp8_gemm", {f"{d.name}-{a}-{b}": _fp8(d, (17, 48, 96), a, b) for d in HIGH_PRECISION for a, b in _PAIRS}),
     *table("fp8_gemm", {f"{d.name}-{n[0]}x{n[1]}-bias-{add}": _fp8(d, n, bias=True, add=add)
                         for d in HIGH_PRECISION for n in ((48, 32, 64), (17, 33, 64), (17, 33, 0)) for add in ADDED}),
+    *table("gemm", {f"{d.name}-{y}-bias-odd": _gemm(d, (32, 24, 40), y, bias=True, add="add", odd=True)
+                    for d in HIGH_PRECISION for y in LAYOUTS}),
+    *table("fp8_gemm", {f"{d.name}-{n[0]}x{n[1]}-bias-odd": _fp8(d, n, bias=True, add="add", odd=True)
+                        for d in HIGH_PRECISION for n in ((48, 32, 64), (17, 33, 64))}),
     *table("fp8_gemm", {f"{d.name}-bias-E5M2": _fp8(d, (48, 32, 64), E5M2, E4M3, bias=True) for d in HIGH_PRECISION}),
     *table("fp8_gemm", {f"{d.name}-rows-{n[0]}x{n[1]}": _fp8(d, n, by_row=True) for d in HIGH_PRECISION
                         for n in ((32, 48, 64), (17, 33, 32))}),

@@ -143,6 +143,15 @@ def test_opcheck(device, form, monkeypatch):
     same_caches(params, own)
 
 
+def test_what_the_host_reads_stays_with_it():
+    """Whatever torch's default device is."""
+    with torch.device("meta"):
+        params = ft.InferenceParams(2, 16, 4, WIDTH // 4, qkv_format="bshd", device="cpu", dtype=torch.float32)
+        state = ft.Linear(16, 16, device="cpu").fp8_meta
+    assert params.handle.device.type == "cpu"
+    assert all(kept.handle.device.type == "cpu" for kept in state.values())
+
+
 def test_a_handle_of_nothing():
     params = ft.InferenceParams(1, 4, qkv_format="bshd", device="cpu")
     handle = params.handle

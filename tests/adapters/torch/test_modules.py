@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import fp8kit_torch as ft
 import pytest
 import torch
@@ -343,6 +345,45 @@ def test_hooks_of_the_parts_of_a_layer_run(device, options):
     layer.layernorm_mlp.register_forward_hook(lambda module, args, out: out._replace(y=out.y * 0))
     layer.self_attention.proj.register_forward_hook(lambda module, args, out: out * 0)
     assert not torch.equal(layer(x, **given), plain)
+
+
+def scaled_hook(part):
+    part.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def scaled_forward(part):
+    before = part.forward
+    part.forward = lambda *given, **options: before(*given, **options) * 0.5
+
+
+def scaled_class(part):
+    class Scaled(type(part)):
+        def forward(self, *given, **options):
+            return super().forward(*given, **options) * 0.5
+
+    part.__class__ = Scaled
+
+
+def scaled_by_all(part):
+    return torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0.5 if module is part else None)
+
+
+@pytest.mark.parametrize("scaled", [scaled_hook, scaled_forward, scaled_class, scaled_by_all])
+def test_who_changes_a_branch_changes_no_residual(scaled, device):
+    """A product adds the residual only where nobody has a hand in what it gives."""
+    torch.manual_seed(3)
+    layer = ft.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, bias=False, device=device)
+    half, x = copy.deepcopy(layer), torch.randn(6, 2, 64, device=device)
+    with torch.no_grad():
+        half.self_attention.proj.weight.mul_(0.5)  # a power of 2: the same bits
+    handle = scaled(layer.self_attention.proj)
+    try:
+        got = layer(x)
+    finally:
+        if handle is not None:
+            handle.remove()
+    # float32 sums that a product adds to may round otherwise than an addition apart
+    torch.testing.assert_close(got, half(x), rtol=8 * 2.0**-23, atol=8 * 2.0**-23)
 
 
 def test_checks_wait_for_what_hooks_bring(device):
