@@ -63,12 +63,12 @@ def make_graphed_callables(
             raise ArgumentError(expected(op, "modules", type(module).__name__, "torch.nn.Modules"))
     if not torch.cuda.is_available():
         raise BackendError(expected(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs"))
-    for tensor in (*(t for module in given for t in (*module.parameters(), *module.buffers())), *torch.utils._pytree.tree_leaves(samples)):
-        if isinstance(tensor, Tensor) and not tensor.is_cuda:
-            raise BackendError(expected(op, "modules, sample_args", f"a tensor on {tensor.device}", "a CUDA device: a CPU has no graphs"))
     on = _either(op, "enabled", enabled, fp8_enabled) or False
     watching = _either(op, "calibrating", calibrating, fp8_calibrating) or False
     found = _either(op, "recipe", recipe, fp8_recipe) or DelayedScaling()
+    for tensor in (*(t for module in given for t in (*module.parameters(), *module.buffers())), *torch.utils._pytree.tree_leaves(samples)):
+        if isinstance(tensor, Tensor) and not tensor.is_cuda:
+            raise BackendError(expected(op, "modules, sample_args", f"a tensor on {tensor.device}", "a CUDA device: a CPU has no graphs"))
     layers = [_layers(module) for module in given]
     # a capture must not find that a state is not there yet, or not as long as it should be
     if found.delayed() and (on or watching):

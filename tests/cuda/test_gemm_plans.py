@@ -269,6 +269,25 @@ def test_float32_is_not_rounded_to_tf32(layout: Any) -> None:
     assert_close("out", get(out), left @ right, "float32", sum_slack(np.abs(left) @ np.abs(right), k))
 
 
+@pytest.mark.parametrize("offset", [0, 2, 8])
+def test_arrays_at_odd_addresses_go_another_way(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    """cuBLASLt never sees them: an addend is copied to the output first, a bias added by a kernel of its own."""
+    done: list[tuple[Any, ...]] = []
+    plan = types.SimpleNamespace(settled=True, run=lambda *given: done.append(("product", given[5], given[9])))
+    monkeypatch.setattr(gemm, "_scaled_plan", lambda *given: plan)
+    monkeypatch.setattr(gemm.elementwise, "copy", lambda x, y, stream: done.append(("copy", x.ptr, y.ptr)))
+    monkeypatch.setattr(gemm, "_finish", lambda product, stride, bias, out, addend, stream: done.append(("finish", bias.ptr, addend.ptr)))
+    a, b = ArrayView(4096, (32, 64), formats.uint8, GPU), ArrayView(8192, (48, 64), formats.uint8, GPU)
+    one, out = ArrayView(256, (1,), float32, GPU), ArrayView(65536, (32, 48), bfloat16, GPU)
+    bias, addend = ArrayView(1024 + offset, (48,), bfloat16, GPU), ArrayView(131072 + offset, (32, 48), bfloat16, GPU)
+    room = ArrayView(1 << 20, (gemm.fp8_gemm_workspace(32, 48),), formats.uint8, GPU)
+    gemm.fp8_gemm(a, b, out, E4M3, E4M3, one, one, bias, addend, True, room, 0)
+    if offset:
+        assert done == [("copy", addend.ptr, out.ptr), ("product", 0, 0), ("finish", bias.ptr, out.ptr)]
+    else:
+        assert done == [("product", bias.ptr, addend.ptr)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_type", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("m", "n"), [(48, 32), (41, 32), (48, 29), (33, 19)])

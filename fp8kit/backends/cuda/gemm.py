@@ -33,7 +33,7 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
     if k == 0:
         _finish(None, 0, bias, out, addend, stream)
         return
-    late_bias = bias is not None and bias.dtype is not out.dtype
+    late_bias = bias is not None and (bias.dtype is not out.dtype or bias.ptr % _ALIGNMENT != 0)
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
     index, limit = out.device.index, _usable(workspace)
     a_stride, b_stride, out_stride = launch.row_stride(a), launch.row_stride(b), launch.row_stride(out)
@@ -47,7 +47,7 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
         algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, 0, 0, bias_ptr, scratch, limit, stream, added), stream)
     ready.run(a.ptr, b.ptr, out.ptr, 0, 0, bias_ptr, scratch, limit, stream, added)
     if late_bias:
-        _finish(out.ptr, out_stride, bias, out, None, stream)
+        _finish(None, 0, bias, out, out, stream)
 
 
 def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView, b_scale_inv: ArrayView,
@@ -73,10 +73,9 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
         _finish(None, 0, bias, out, addend, stream)
         return
     index, limit, out_stride = out.device.index, _usable(workspace), launch.row_stride(out)
-    # cuBLASLt adds only a bfloat16 bias to a float32 product, so that one's is added afterwards
-    late_bias = bias is not None and out.dtype is float32
+    # cuBLASLt adds only a bfloat16 bias to a float32 product, and none at an odd address, so these are added afterwards
+    late_bias = bias is not None and (out.dtype is float32 or bias.ptr % _ALIGNMENT != 0)
     bias_ptr = 0 if bias is None or late_bias else bias.ptr
-    odd_bias = bias_ptr % _ALIGNMENT != 0
     unfit = padded_m != m or padded_n != n or (out.ptr | out_stride * out.dtype.itemsize) % _ALIGNMENT != 0
     fused, written = bias_ptr != 0 and not unfit, float32 if unfit else out.dtype
     a_stride, b_stride = launch.row_stride(a), launch.row_stride(b)
@@ -84,25 +83,21 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
                          padded_n if unfit else out_stride, fused, addend is not None and not unfit, fast_accumulate, scaling, limit,
                          timed)
     product, scratch = out.ptr, _address(workspace, limit)
-    if unfit or odd_bias:  # room for a padded output, or for the bias at an address that cuBLASLt takes
-        wanted = WORKSPACE + 4 * padded_n * (padded_m if unfit else 1)
+    if unfit:
+        wanted = WORKSPACE + 4 * padded_m * padded_n
         if workspace is None or workspace.shape[0] < wanted:
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
             raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
-        room = workspace.ptr + WORKSPACE
-        if unfit:
-            product, bias_ptr = room, 0
-        elif bias is not None:
-            elementwise.copy(bias, ArrayView(room, bias.shape, bias.dtype, bias.device, workspace.owner), stream)
-            bias_ptr = room
-    scales, added = (a_scale_inv.ptr, b_scale_inv.ptr), 0 if unfit else _added(addend, out, True, stream)
+        product = workspace.ptr + WORKSPACE
+    scales = a_scale_inv.ptr, b_scale_inv.ptr
+    bias_ptr, added = (0, 0) if unfit else (bias_ptr, _added(addend, out, True, stream))
     if not ready.settled:
         algorithms.settle(ready, lambda to: ready.run(a.ptr, b.ptr, to, *scales, bias_ptr, scratch, limit, stream, added), stream)
     ready.run(a.ptr, b.ptr, product, *scales, bias_ptr, scratch, limit, stream, added)
     if unfit:
         _finish(product, padded_n, bias, out, addend, stream)
     elif late_bias:
-        _finish(product, out_stride, bias, out, None, stream)
+        _finish(None, 0, bias, out, out, stream)
 
 
 # A call looks its plan up by what it knows without making a key. These tables hold plans for as long as they are among the last used, too.
@@ -131,9 +126,9 @@ def gemm_workspace() -> int:
 
 
 def fp8_gemm_workspace(rows: int, columns: int) -> int:
-    """See ``backends.protocol``. The padded output is float32; without one there is room for a bias."""
+    """See ``backends.protocol``. The padded output is float32."""
     padded_rows, padded_columns = -(-rows // 16) * 16, -(-columns // 16) * 16
-    return WORKSPACE + 4 * padded_columns * (1 if (padded_rows, padded_columns) == (rows, columns) else padded_rows)
+    return WORKSPACE + (0 if (padded_rows, padded_columns) == (rows, columns) else 4 * padded_rows * padded_columns)
 
 
 def _usable(workspace: ArrayView | None) -> int:

@@ -116,7 +116,7 @@ class Older(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        with torch.random.fork_rng(), torch.enable_grad():
+        with torch.random.fork_rng(range(len(ctx.states))), torch.enable_grad():
             torch.set_rng_state(ctx.state)
             if ctx.states:
                 torch.cuda.set_rng_state_all(ctx.states)
