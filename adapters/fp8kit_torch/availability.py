@@ -81,6 +81,9 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
+get_default_fp8_recipe = get_default_recipe  # Transformer Engine's name of it in its module of recipes
+
+
 def get_device_compute_capability() -> tuple[int, int]:
     """(major, minor) of torch's current CUDA device, (0, 0) where there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, ShapeError, expected
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
 from fp8kit.kv_steps import cached_mask
 from fp8kit.layers import MISPLACED, Settled, alibi_slopes, layout_of, pair_of, want_padding
 from fp8kit.ops.attention_spec import BIASES, FORMATS, MASKS
@@ -277,11 +277,13 @@ def _lengths(form: str, inputs: Mapping[str, Tensor | Stand]) -> tuple[int, int]
 
 
 def counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | None) -> dict[str, Tensor]:
-    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of ``lengths``. ShapeError where s is another
-    and where padding is not last (that is asked of the device, but not within ``torch.compile``)."""
+    """cu_seqlens from boolean padding masks (b, 1, 1, s), True where masked out, for q and k of ``lengths``. FormatError for another dtype,
+    ShapeError where s is another and where padding is not last (that is asked of the device, but not within ``torch.compile``)."""
     found: dict[str, Tensor] = {}
     for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), pair_of(operation, "attention_mask", attention_mask), strict=True):
         want_padding(operation, mask.shape, lengths, bool(found))
+        if mask.dtype not in (torch.bool, torch.uint8):
+            raise FormatError(expected(operation, "attention_mask", mask.dtype, "torch.bool, True where masked out"))
         rows = mask[:, 0, 0] != 0
         if not torch.compiler.is_compiling() and bool((rows[:, :-1] & ~rows[:, 1:]).any()):
             raise ShapeError(expected(operation, "attention_mask", *MISPLACED))

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
+from fp8kit import arrays, settings
 from fp8kit.backends.policy import get_policy
 from fp8kit.errors import ArgumentError, BackendError, expected
 from fp8kit.formats import HIGH_PRECISION
@@ -22,9 +25,16 @@ _DTYPES = tuple(dtype_of(kind) for kind in HIGH_PRECISION)
 
 
 def default_device() -> torch.device:
-    """Where ``device=None`` puts parameters: torch's default device where one is set, else CUDA where it is usable, else the CPU."""
-    device = torch.get_default_device()
-    return torch.device("cuda") if device.type == "cpu" and torch.cuda.is_available() else device
+    """Where ``device=None`` puts parameters: torch's default device where one is set (``with torch.device(...)``, ``set_default_device``),
+    else FP8KIT_DEVICE, else CUDA where it is usable, else the CPU. BackendError where that variable names what is not usable."""
+    is_set = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    if is_set or getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+        return torch.get_default_device()
+    said = settings.device()
+    if said:
+        where = arrays.usable(said, "environment", "FP8KIT_DEVICE")
+        return torch.device(where.kind) if where.kind == "cpu" else torch.device(where.kind, where.index)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def placed(operation: str, device: Any) -> torch.device:

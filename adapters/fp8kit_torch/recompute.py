@@ -217,8 +217,7 @@ def checkpoint(
         raise ArgumentError(expected("checkpoint", "function", type(function).__name__, "a module or another callable"))
     if not torch.compiler.is_compiling():
         check("checkpoint", _RULES, locals())
-    given = None if distribute_saved_activations is False else distribute_saved_activations
-    only("checkpoint", {"distribute_saved_activations": (given, None), "tp_group": (tp_group, None)})
+    only("checkpoint", {"distribute_saved_activations": (distribute_saved_activations, False), "tp_group": (tp_group, None)})
     if torch.compiler.is_compiling():
         raise not_compiled("checkpoint")
     if not torch.is_grad_enabled():

@@ -13,8 +13,8 @@ from fp8kit.arguments import choice, flag, integer, number, shown
 from fp8kit.arrays import ArrayView, Device, Shape
 from fp8kit.autograd import Tensor, apply, is_grad_enabled, rehearse
 from fp8kit.backends.policy import get_policy
-from fp8kit.errors import ArgumentError, ShapeError, expected
-from fp8kit.formats import float32, int64
+from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
+from fp8kit.formats import bool_, float32, int64, uint8
 from fp8kit.kv_steps import cached_mask
 from fp8kit.layers import Settled
 from fp8kit.nn import random
@@ -285,6 +285,8 @@ def _counted(operation: str, attention_mask: Any, lengths: tuple[int, int] | Non
     for name, mask in zip(("cu_seqlens_q", "cu_seqlens_kv"), layers.pair_of(operation, "attention_mask", attention_mask), strict=True):
         view = as_tensor(operation, "attention_mask", mask).view
         layers.want_padding(operation, view.shape, lengths, bool(found))
+        if view.dtype not in (bool_, uint8):
+            raise FormatError(expected(operation, "attention_mask", view.dtype.name, "bool, True where masked out"))
         rows = view.numpy()[:, 0, 0] != 0
         if (rows[:, :-1] & ~rows[:, 1:]).any():
             raise ShapeError(expected(operation, "attention_mask", *layers.MISPLACED))

@@ -7,9 +7,11 @@ import warnings
 import fp8kit_torch as ft
 import pytest
 import torch
+from fp8kit_torch.parameters import default_device
 from fp8kit_torch.ready import Ready
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fp8kit as fk
 from fp8kit.errors import ArgumentError, BackendError, FormatError, Fp8kitError
 from fp8kit.recipe import DelayedScaling
 
@@ -191,3 +193,38 @@ def test_a_hook_may_change_what_a_part_gives():
             assert torch.equal(layer(x), plain)
         with part.register_forward_hook(lambda module, given, out: (out[0] * 2, *out[1:])):
             assert not torch.equal(layer(x), plain)
+
+
+def test_where_layers_lie_when_nobody_says(monkeypatch):
+    """What torch or the environment was told comes before a GPU that is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("FP8KIT_DEVICE", raising=False)
+    assert default_device().type == "cuda"
+    with torch.device("cpu"):
+        assert default_device().type == "cpu"
+    torch.set_default_device("cpu")
+    try:
+        assert default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
+    assert default_device().type == "cpu"
+    monkeypatch.setenv("FP8KIT_DEVICE", "cuda:99")
+    with pytest.raises(BackendError, match=r"FP8KIT_DEVICE: got cuda:99, expected"):
+        ft.Linear(4, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_padding_mask_is_boolean(dtype):
+    """Ones of integers are what other libraries keep, not what is masked out here."""
+    layer = ft.TransformerLayer(H * D, 16, H, self_attn_mask_type="padding", device="cpu")
+    with pytest.raises(FormatError, match=r"attention_mask: got .*, expected torch.bool, True where masked out"):
+        layer(torch.ones(T, 2, H * D), torch.ones(2, 1, 1, T, dtype=dtype))
+    native = fk.nn.TransformerLayer(H * D, 16, H, self_attn_mask_type="padding", device="cpu")
+    with pytest.raises(FormatError, match=r"attention_mask: got .*, expected bool, True where masked out"):
+        native(torch.ones(T, 2, H * D).numpy(), torch.ones(2, 1, 1, T, dtype=dtype).numpy())
+
+
+def test_names_of_transformer_engines_modules():
+    assert ft.quantization.get_default_fp8_recipe() == DelayedScaling()
+    assert ft.cross_entropy.parallel_cross_entropy is ft.parallel_cross_entropy
