@@ -8,39 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import fp8kit_torch as ft
 import pytest
 import torch
-from fp8kit_torch.calibration import activated, amax_of
-from fp8kit_torch.ops import BACKWARD_OPS, OPS, record_, update_
-from fp8kit_torch.plans import call
-from fp8kit_torch.texts import OPERATIONS, encode
-from fp8kit_torch.views import kind_of
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 import fp8kit as fk
 from fp8kit.backends import dispatch
 from fp8kit.backends import policy as policies
 from fp8kit.backends.policy import get_policy
-from fp8kit.formats import float32
-from fp8kit.ops.activation import ActivationSpec
-from fp8kit.ops.attention import AttentionSpec
-from fp8kit.ops.casts import DequantizeSpec, QuantizeSpec
-from fp8kit.ops.cross_entropy import CrossEntropySpec
-from fp8kit.ops.drop_path import DropPathSpec
-from fp8kit.ops.dropout_add import AddSpec, DropoutAddSpec
-from fp8kit.ops.embedding import EmbeddingSpec
-from fp8kit.ops.fp8_gemm import Fp8GemmSpec
-from fp8kit.ops.linear import LinearSpec
-from fp8kit.ops.norm import NormSpec
-from fp8kit.ops.norm_linear import NormLinearSpec
-from fp8kit.ops.norm_mlp import NormMLPSpec
-from fp8kit.ops.product import ProductSpec
-from fp8kit.ops.quant import fp8_from_recipe
-from fp8kit.ops.rope import RopeSpec
-from fp8kit.ops.split_heads import SplitHeadsSpec
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling, QParams
-from fp8kit.spec import Operation
 
 from .twins import RECIPES, WIDTH, batches, same, same_steps, torch_step, twins
 
@@ -388,120 +362,6 @@ def test_what_cannot_be_compiled_says_so(device, make, named):
         compiled(function)(torch.randn(8, WIDTH, device=device))
 
 
-def _operands(device):
-    """One call of every operation: name -> (spec, inputs, names of those that want a gradient, GEMMs, scaled)."""
-    def r(*shape):
-        return torch.randn(shape, device=device)
-
-    fp8 = fp8_from_recipe(DelayedScaling())
-    norm, plain = NormSpec(16), ProductSpec(16, (24,))
-    quantised = ProductSpec(16, (24,), fp8=fp8)
-    fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
-    norms = {"x": r(2, 3, 16), "norm_weight": r(16), "norm_bias": r(16)}
-    own = {"weight0": r(24, 16), "bias0": r(24)}
-    codes, codes16 = (torch.arange(rows * 16, device=device).reshape(rows, 16).to(torch.uint8) % 64 for rows in (6, 16))
-    return {
-        "linear": (LinearSpec(quantised), {"x": r(2, 3, 16), **own, "residual": r(2, 3, 24)}, "x weight0 bias0 residual", ("",), True),
-        "weight_cast": (LinearSpec(quantised), {"weight0": own["weight0"]}, "", ("",), True),
-        "norm": (norm, norms, "x norm_weight norm_bias", (), False),
-        "norm_linear": (NormLinearSpec(norm, plain, True, True), norms | own, "x norm_weight norm_bias weight0 bias0", (), False),
-        "norm_mlp": (
-            NormMLPSpec(norm, fc1, fc2, joins=True),
-            norms | {"fc1_weight0": r(32, 16), "fc1_bias0": r(32), "fc2_weight0": r(16, 32), "fc2_bias0": r(16)},
-            "x norm_weight norm_bias fc1_weight0 fc1_bias0 fc2_weight0 fc2_bias0", (), False,
-        ),
-        "attention": (AttentionSpec(2, 8), {"qkv": r(5, 2, 48)}, "qkv", (), False),
-        "dropout_add": (DropoutAddSpec(16, 0.25), {"x": r(6, 16), "bias": r(16), "residual": r(6, 16),
-                                                   "rng": torch.tensor([3, 4], device=device)}, "x bias residual", (), False),
-        "drop_path": (DropPathSpec(16, 0.25), {"x": r(3, 2, 16), "residual": r(3, 2, 16), "rng": torch.tensor([3, 4], device=device)},
-                      "x residual", (), False),
-        "split_heads": (SplitHeadsSpec((("q", 4), ("k", 2)), 8, 2), {"x": r(5, 2, 48)}, "x", (), False),
-        "add": (AddSpec(), {"a": r(6, 16), "b": r(16)}, "a b", (), False),
-        "rope": (RopeSpec(((2, 8, "freqs"),)), {"x": r(5, 2, 16), "freqs": r(5, 8)}, "x", (), False),
-        "cross_entropy": (CrossEntropySpec(16), {"logits": r(6, 16), "targets": torch.arange(6, device=device)}, "logits", (), False),
-        "embedding": (EmbeddingSpec(10, 4, float32), {"ids": torch.arange(6, device=device), "table": r(10, 4)}, "table", (), False),
-        "activation": (ActivationSpec("swiglu", 16), {"x": r(6, 16)}, "x", (), False),
-        "quantize": (QuantizeSpec(fk.E4M3, (6, 16)), {"x": r(6, 16)}, "", (), False),
-        "dequantize": (DequantizeSpec(fk.E4M3, (6, 16), "float32"), {"q": codes, "scale_inv": r(1)}, "", (), False),
-        "fp8_gemm": (Fp8GemmSpec(16, 16, "float32", fk.E4M3, fk.E4M3),
-                     {"a": codes16, "b": codes16 + 1, "a_scale_inv": r(1), "b_scale_inv": r(1)}, "", (), False),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_opcheck(device, name):
-    spec, inputs, wanted, gemms, scaled = _operands(device)[name]
-    needs = wanted.split()
-    tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
-    text = call(name, spec, tuple(inputs), gemms, scaled).text
-    slots = torch.ones(3, device=device)
-    scale = slots if scaled else None
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    if not scaled:  # the gradient of a quantised call also changes a live module's state: test_autocast_around
-        checks = (*checks, "test_aot_dispatch_dynamic")
-    torch.use_deterministic_algorithms(True)  # fills what an operation leaves undefined, between the parts of the saved block
-    try:
-        opcheck(OPS[name], (tensors, scale, [], text, ",".join(needs), ""), test_utils=checks)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert name in BACKWARD_OPS
-
-
-class _Calls(TorchDispatchMode):
-    """The arguments of every call of an operation within, as they were."""
-
-    def __init__(self, operation):
-        super().__init__()
-        self.operation, self.seen = operation, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is self.operation:
-            self.seen.append(tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args))
-        return func(*args, **kwargs or {})
-
-
-DIFFERENTIABLE = [name for name, (_, _, wanted, _, _) in _operands("cpu").items() if wanted]
-
-
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_opcheck_of_backward(device, name):
-    """The arguments are those that autograd gives."""
-    spec, inputs, wanted, gemms, scaled = _operands(device)[name]
-    needs = wanted.split()
-    tensors = [t.requires_grad_(n in needs) for n, t in inputs.items()]
-    late, scale, recipe = [], None, ""
-    if scaled:
-        layer, own = ft.Linear(16, 24, device=device), DelayedScaling()
-        with ft.autocast(recipe=own):
-            layer(torch.randn(6, 16, device=device)).sum().backward()
-        state, recipe, scale = layer.fp8_meta["scaling_bwd"], encode(own), layer.fp8_meta["scaling_fwd"].scale
-        late = [state.scale, state.amax_history, state.handle]
-    operation = getattr(torch.ops.fp8kit, f"{name}_backward").default
-    what = call(name, spec, tuple(inputs), gemms, scaled)
-    y = OPS[name](tensors, scale, late, what.text, ",".join(needs), recipe)[0]
-    with _Calls(operation) as calls, torch.autograd.set_multithreading_enabled(False):
-        y.backward(torch.randn_like(y))
-    (given,) = calls.seen
-    opcheck(BACKWARD_OPS[name], given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
-    made = [n for n in needs if n in what.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs).grads]
-    for n, grad in zip(made, BACKWARD_OPS[name](*given), strict=False):  # amaxes come after them
-        same(grad, inputs[n].grad, n)
-
-
-def test_every_backward_is_checked():
-    assert {name for name, op in OPERATIONS.items() if name in OPS and type(op).backward is not Operation.backward} <= set(DIFFERENTIABLE)
-
-
-def test_opcheck_of_state(device):
-    history, row = torch.rand(3, 4, device=device), torch.rand(4, device=device)
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(record_, (history.clone(), row, torch.tensor(0), "", 0), test_utils=checks)
-    parts = [[torch.ones(4, device=device)], [torch.ones(4, device=device)], [history]]
-    opcheck(update_, (*parts, encode(DelayedScaling()), True), test_utils=checks)
-    record_(history, row, torch.tensor(0), "", 0)
-    same(history[0], torch.maximum(history[0], row), "row 0")
-
-
 def test_the_policy_of_forward_is_backwards_too(monkeypatch):
     chosen, real = [], dispatch.kernels
 
@@ -519,15 +379,3 @@ def test_the_policy_of_forward_is_backwards_too(monkeypatch):
         with fk.deterministic(not wanted):
             y.sum().backward()
         assert chosen == [wanted]
-
-
-def test_opcheck_of_calibration(device):
-    x, weight, bias = torch.randn(6, 16, device=device), torch.randn(32, 16, device=device), torch.randn(32, device=device)
-    fc1, fc2 = ProductSpec(16, (32,), bias="deferred", prefix="fc1_"), ProductSpec(32, (16,), prefix="fc2_")
-    spec = NormMLPSpec(NormSpec(16), fc1, fc2, "relu")
-    opcheck(amax_of, (x,))
-    opcheck(activated, (x, weight, bias, encode(spec)))
-    same(amax_of(x), x.abs().max().reshape(1), "amax")
-    # float32 sums of 16 products in another order
-    want = torch.relu(x @ weight.t() + bias).max().reshape(1)
-    torch.testing.assert_close(activated(x, weight, bias, encode(spec)), want, rtol=2.0**-10, atol=0)
