@@ -11,7 +11,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy and PyTorch allocate on the same GPU
 
 NEED_FLAX = ["test_flax.py", "test_flax_decode.py", "test_flax_fields.py", "test_flax_options.py", "test_nnx.py",
-             "test_residual.py", "test_same_layers.py"]
+             "test_residual.py", "test_residual_modules.py", "test_same_layers.py"]
 collect_ignore = [] if importlib.util.find_spec("flax") else NEED_FLAX
 
 
