@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp8kit.arguments import flag, integer
 from fp8kit.autocast import current, touch_forward
 from fp8kit.errors import ArgumentError, BackendError, RecipeError, expected
-from fp8kit.recipe import DelayedScaling, Recipe
+from fp8kit.recipe import Recipe
 from fp8kit_torch.arguments import only, refuse
 from fp8kit_torch.autocast import autocast
 from fp8kit_torch.checks import check, named, optional
@@ -61,11 +61,12 @@ def make_graphed_callables(
     for module in given:
         if not isinstance(module, nn.Module):
             raise ArgumentError(expected(op, "modules", type(module).__name__, "torch.nn.Modules"))
-    if not torch.cuda.is_available():
-        raise BackendError(expected(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs"))
     on = _either(op, "enabled", enabled, fp8_enabled) or False
     watching = _either(op, "calibrating", calibrating, fp8_calibrating) or False
-    found = _either(op, "recipe", recipe, fp8_recipe) or DelayedScaling()
+    scope = autocast(on, watching, _either(op, "recipe", recipe, fp8_recipe))
+    found = scope.recipe
+    if not torch.cuda.is_available():
+        raise BackendError(expected(op, "device", "no CUDA device", "a CUDA device: a CPU has no graphs"))
     for tensor in (*(t for module in given for t in (*module.parameters(), *module.buffers())), *torch.utils._pytree.tree_leaves(samples)):
         if isinstance(tensor, Tensor) and not tensor.is_cuda:
             raise BackendError(expected(op, "modules, sample_args", f"a tensor on {tensor.device}", "a CUDA device: a CPU has no graphs"))
@@ -74,7 +75,7 @@ def make_graphed_callables(
     if found.delayed() and (on or watching):
         for layer in (layer for part in layers for layer in part):
             layer.prepare(found.amax_history_len)  # type: ignore[attr-defined]
-    with _unchanged(layers), held(), autocast(on, watching, found), _uncollected(), warnings.catch_warnings():
+    with _unchanged(layers), held(), scope, _uncollected(), warnings.catch_warnings():
         # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another stream
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
         torch.cuda.make_graphed_callables(given, samples, num_warmup_iters, allow_unused_input, pool)

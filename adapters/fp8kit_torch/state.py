@@ -159,8 +159,8 @@ def held() -> Iterator[None]:
 
 
 class _Walk(int):
-    """The end of a backward pass, by its number, called by autograd's engine. Where the pass fails the engine lets go of it uncalled: then
-    what the pass recorded is dropped, as is what an update that raises leaves."""
+    """The end of a backward pass, by its number, called by autograd's engine. Where the pass fails the engine lets go of it uncalled, on a
+    device's thread perhaps a moment after it raised: then what the pass recorded is dropped, as is what an update that raises leaves."""
 
     __slots__ = ()
 

@@ -52,11 +52,9 @@ def _kept(x: Any) -> Any:
 
 def _joined(g: Given, product: Array, magnitude: Array, slack: Array, device: Device) -> Slack:
     """A product's bound with what a bias and an addend add to it."""
-    kind = _dtype(g["out"])
-    for extra in (g["bias"], g["addend"]):
-        if extra is not None:
-            slack = slack + sum_slack(_size(extra), 1) + joining_slack(product, kind, 1, device)
-    return {"out": slack}
+    joined = [_w(extra) for extra in (g["bias"], g["addend"]) if extra is not None]
+    slack = slack + joining_slack(product, _dtype(g["out"]), joined, device)
+    return {"out": slack + sum(sum_slack(np.abs(extra), 1) for extra in joined)}
 
 
 def _gemm(g: Given, device: Device) -> Slack:

@@ -157,7 +157,7 @@ def test_every_candidate_gives_the_fp8_product(fast: bool, a_format: Format, out
     exact, magnitude = wide_a @ wide_b.T, np.abs(wide_a) @ np.abs(wide_b).T
     biased = out_dtype is bfloat16
     shift = np.full(n, 2.0**10 if biased else 0.0, np.float32).astype(bfloat16.numpy)
-    slack = fp8_slack(magnitude, k, fast, GPU) + joining_slack(exact, out_dtype, int(biased), GPU)
+    slack = fp8_slack(magnitude, k, fast, GPU) + joining_slack(exact, out_dtype, [shift.astype(np.float64)] if biased else [], GPU)
     want = exact + shift.astype(np.float64)
     da, db, ds, one = (put(array, GPU) for array in (*codes, shift, np.ones(1, np.float32)))
     scratch = workspace(cublaslt.WORKSPACE, GPU)

@@ -1,8 +1,9 @@
 """The contract's matrix products on cuBLASLt.
 
-A call looks its plan up by shapes, strides and dtypes and launches it. What cuBLASLt cannot write directly (an FP8 product whose sizes
-are not multiples of 16, a bias of another dtype than the output's) goes through float32 and one small kernel, so that every output is still
-rounded once. ``timed``: by the fastest of cuBLASLt's algorithms instead of the first (``algorithms``).
+A call looks its plan up by shapes, strides and dtypes and launches it. An FP8 product whose sizes are not multiples of 16, which cuBLASLt
+cannot write directly, goes through float32 and one small kernel, which adds bias and addend, too, so that it is rounded once. A bias that
+cuBLASLt does not take is added by that kernel afterwards. ``timed``: by the fastest of cuBLASLt's algorithms instead of the first
+(``algorithms``).
 """
 
 from __future__ import annotations

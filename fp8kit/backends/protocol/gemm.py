@@ -27,8 +27,8 @@ class Products(Protocol):
         """High-precision product: out = a b^T ("nt": a (M, K), b (N, K)), a b ("nn": (M, K), (K, N)) or a^T b ("tn": (K, M), (K, N)),
         accumulated in float32. a, b: h, the same; out: h, the same dtype or float32, (M, N); bias: a's dtype (N,) or None, added.
         addend: of out's shape, dtype and strides, or None, added: out itself, to accumulate, or an array apart from it. a, b and out may be
-        strided along rows (last stride 1). Where a bias or an addend joins a 16-bit out, the engine may round the product to out's dtype
-        first (cuBLASLt does in some of its kernels)."""
+        strided along rows (last stride 1). Before a bias and before an addend joins a 16-bit out, the engine may round to out's dtype
+        (cuBLASLt does in some of its kernels)."""
 
     def fp8_gemm(
         self,

@@ -136,10 +136,10 @@ def _gemm(dtype: DType, sizes: tuple[int, int, int], a_tile: Tile = LINE, b_tile
         left, right = codec.decode(a[0], a_format) * wide(a[2]), codec.decode(b[0], b_format) * wide(b[2])
         reference, magnitude = left[:m] @ right[:n].T, np.abs(left[:m]) @ np.abs(right[:n]).T
         slack = fp8_slack(magnitude, k, False, device) + 4 * ROUNDOFF * magnitude
-        slack = slack + joining_slack(reference, dtype, int(bias) + bool(add), device)
-        for joins, extra in ((bias, wide(shift)), (add, wide(before))):
-            if joins:
-                reference, slack = reference + extra, slack + sum_slack(np.abs(extra), 1)
+        joined = [wide(part) for wanted, part in ((bias, shift), (add, before)) if wanted]
+        slack = slack + joining_slack(reference, dtype, joined, device)
+        for part in joined:
+            reference, slack = reference + part, slack + sum_slack(np.abs(part), 1)
         assert_close("out", get(out), reference, dtype, slack)
         check()
 

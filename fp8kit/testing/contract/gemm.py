@@ -1,16 +1,15 @@
 """Contract cases of the matrix products, against float64.
 
-Tolerance: a float32 sum of K products (``sum_slack``) and one rounding to the output; on a device one more of the product alone, half
-a unit of its last place, where a bias or an addend joins a 16-bit one (the contract allows it). FP8 on tensor cores is wider:
-Hopper aligns the 32
-products of one instruction and the accumulator to the largest of them and keeps 14 bits, so each instruction may lose 2^-13 of the sum of
+Tolerance: a float32 sum of K products (``sum_slack``) and one rounding to the output; on a device one more, half a unit of the last place,
+before a bias and before an addend joins a 16-bit one (the contract allows it). FP8 on tensor cores is wider: Hopper aligns the 32 products
+of one instruction and the accumulator to the largest of them and keeps 14 bits, so each instruction may lose 2^-13 of the sum of
 magnitudes. ``fast_accumulate`` does all ceil(K / 32) instructions so; the split accumulator at most 4 (128 products) before it promotes to
 float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -41,12 +40,11 @@ def _gemm(dtype: DType, sizes: tuple[int, int, int], layout: Layout, out_dtype: 
         kernels.gemm(left, right, out, layout, own_bias, addend,
                      workspace(kernels.gemm_workspace(), device), 0)
         reference, magnitude = wide(a) @ wide(b), np.abs(wide(a)) @ np.abs(wide(b))
-        joined = joining_slack(reference, kind, int(bias) + bool(add), device)
-        if bias:
-            reference, magnitude = reference + wide(shift), magnitude + np.abs(wide(shift))
-        if add:
-            reference, magnitude = reference + wide(before), magnitude + np.abs(wide(before))
-        assert_close("out", host(out), reference, kind, sum_slack(magnitude, k) + joined)
+        joined = [wide(part) for wanted, part in ((bias, shift), (add, before)) if wanted]
+        rounded = joining_slack(reference, kind, joined, device)
+        for part in joined:
+            reference, magnitude = reference + part, magnitude + np.abs(part)
+        assert_close("out", host(out), reference, kind, sum_slack(magnitude, k) + rounded)
         check()
 
     return run
@@ -68,10 +66,13 @@ def misplaced(values: Array, device: Device) -> ArrayView:
     return put(np.concatenate([flat[:1], flat]), device).slice(0, 1, flat.size).reshape(*values.shape)
 
 
-def joining_slack(product: Array, dtype: DType, joins: int, device: Device) -> Array:
-    """What a device may lose by rounding the product to a 16-bit ``dtype`` before each of ``joins`` additions."""
+def joining_slack(product: Array, dtype: DType, joined: Sequence[Array], device: Device) -> Array:
+    """What a device may lose by rounding to a 16-bit ``dtype`` before it adds each of ``joined``, at most two, in the order it likes."""
     lossy = device.kind != "cpu" and dtype is not float32
-    return np.asarray(joins * lossy * epsilon(dtype) / 2 * np.abs(product))
+    rounded = np.abs(product) if joined else np.zeros(())
+    if len(joined) > 1:
+        rounded = rounded + np.maximum(*(np.abs(product + part) for part in joined))
+    return np.asarray(lossy * epsilon(dtype) / 2 * rounded)
 
 
 def _codes(seed: int, shape: tuple[int, int], fmt: Format) -> Array:
@@ -106,10 +107,10 @@ def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_f
         left = codec.decode(a, a_format) * wide(a_scale)[:, None]
         right = codec.decode(b, b_format) * wide(b_scale)[:, None]
         reference, magnitude = left[:m] @ right[:n].T, np.abs(left[:m]) @ np.abs(right[:n]).T
-        slack = fp8_slack(magnitude, k, fast, device) + joining_slack(reference, dtype, int(bias) + bool(add), device)
-        for wanted, extra in ((bias, wide(shift)), (add, wide(before))):
-            if wanted:
-                reference, slack = reference + extra, slack + sum_slack(np.abs(extra), 1)
+        joined = [wide(part) for wanted, part in ((bias, shift), (add, before)) if wanted]
+        slack = fp8_slack(magnitude, k, fast, device) + joining_slack(reference, dtype, joined, device)
+        for part in joined:
+            reference, slack = reference + part, slack + sum_slack(np.abs(part), 1)
         assert_close("out", get(out), reference, dtype, slack)
         check()
 

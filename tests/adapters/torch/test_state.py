@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import threading
+import time
 
 import fp8kit_torch as ft
 import numpy as np
@@ -171,6 +172,9 @@ def test_a_backward_pass_that_fails_leaves_no_trace(device, how, direction, monk
     with pytest.raises(ZeroDivisionError):
         step(ours, x * 100)
     gc.collect()
+    end = time.monotonic() + 10
+    while _WALKS and time.monotonic() < end:  # a device's thread of the engine may let go of the pass a moment after it has raised
+        time.sleep(1e-3)
     for layer, history in zip(ours, before, strict=True):
         same(layer.fp8_meta["scaling_bwd"].amax_history, history, "history")
         layer.fp8_meta["scaling_fwd"] = forward[layer]  # the forward pass did succeed, and counts
