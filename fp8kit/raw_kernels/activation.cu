@@ -61,11 +61,14 @@ struct plain {
 };
 
 // The smooth activations are x * sigmoid(w(x)), with e = exp(-w): value = x / (1 + e), |error| <= 2**-21 |x|; -Inf gives -0 since x is
-// held finite there. Their slope is s + x w'(x) s (1 - s), s = 1 / (1 + e) and 1 - s = e s, which cancels nothing, |error| <= 2**-20;
-// x is clamped first to where exp(-w) is finite and the slope is within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
+// held finite there. Their slope is s + s x w'(x) (1 - s), s = 1 / (1 + e) and 1 - s = e s, which cancels nothing, |error| <= 2**-20; for 16
+// bits the difference does, with an error of 2**-22 |x w'(x)|, and costs less. x is clamped first to where exp(-w) is finite and the slope is within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
 // They rise where x > 0, as value / x does; value(1) > 0.7, and where x < 0 the value is within 0.3 of 0. So values of x up to H (1 - 2**-16),
 // H > 1, are below that of H, by more than both errors and before they are rounded.
 constexpr float LOG2_E = 1.4426950408889634f, LEAST = -3.0e38f, MOST_W = 80.0f;
+
+// x held between -far and far; NaN passes through.
+DEVICE float within(float x, float far) { float y; asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(far)); return y; }
 
 template <typename W> struct smooth : plain {  // w = x (LINEAR + CUBIC x**2), x clamped to FAR
   static constexpr bool rises = true;
@@ -75,9 +78,10 @@ template <typename W> struct smooth : plain {  // w = x (LINEAR + CUBIC x**2), x
   }
   VALUE { return fmaxf(x, LEAST) * reciprocal_fast(1.0f + exp_minus(x)); }
   GRADIENT {
-    const float c = clamp_nan(x, -W::FAR, W::FAR), e = exp_minus(c), s = reciprocal_fast(1.0f + e);
-    const float rate = W::CUBIC == 0.0f ? W::LINEAR : fmaf(c * c, 3.0f * W::CUBIC, W::LINEAR);
-    return dy * (s + c * rate * (s * (e * s)));
+    const float c = within(x, W::FAR), e = exp_minus(c), s = reciprocal_fast(1.0f + e);
+    const float rise = c * (W::CUBIC == 0.0f ? W::LINEAR : fmaf(c * c, 3.0f * W::CUBIC, W::LINEAR));
+    const float bend = sizeof(T) == 4 ? rise * (e * s) : fmaf(-rise, s, rise);
+    return dy * fmaf(s, bend, s);
   }
 };
 
@@ -89,7 +93,7 @@ struct gelu_w { static constexpr float LINEAR = 1.5957691216057308f, CUBIC = LIN
 struct sigmoid : plain {
   VALUE { return reciprocal_fast(1.0f + exp2_fast(-LOG2_E * x)); }
   GRADIENT {
-    const float e = exp2_fast(-LOG2_E * clamp_nan(x, -MOST_W, MOST_W)), s = reciprocal_fast(1.0f + e);
+    const float e = exp2_fast(-LOG2_E * within(x, MOST_W)), s = reciprocal_fast(1.0f + e);
     return dy * (s * (e * s));
   }
 };
@@ -105,7 +109,7 @@ struct clamped : plain {  // c sigmoid(alpha c), c = min(x, limit)
     return c * reciprocal_fast(1.0f + exp2_fast(-LOG2_E * p.alpha * c));
   }
   GRADIENT {
-    const float w = clamp_nan(p.alpha * max_nan(below(x, p.limit), LEAST), -MOST_W, MOST_W);
+    const float w = within(p.alpha * max_nan(below(x, p.limit), LEAST), MOST_W);
     const float e = exp2_fast(-LOG2_E * w), s = reciprocal_fast(1.0f + e);
     return x > p.limit ? 0.0f : dy * (s + w * (s * (e * s)));
   }
@@ -138,11 +142,12 @@ typedef gate<clamped> clamped_swiglu;
 
 constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
 
-// Blocks that shall fit a multiprocessor: as many as the registers for 4 x 8 elements of each array allow without spilling.
+// Blocks that shall fit a multiprocessor: as many as the registers allow without spilling, for 4 x 8 elements of each array where those
+// do not pass through shared memory. Backward wants a few more for float16 there.
 #if __CUDA_ARCH__ < 900
 constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 2;
 #else
-constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : PARTS == 1 ? 3 : __CUDA_ARCH__ == 900 ? 2 : 1;
+constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : PARTS == 1 ? (WHOLE && Same<T, f16>::value ? 2 : 3) : __CUDA_ARCH__ == 900 ? 2 : 1;
 #endif
 constexpr int FWD_BLOCKS = sizeof(T) == 4 || PARTS == 2 ? 2 : 4;
 
@@ -214,12 +219,27 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
     floats8(bias == nullptr ? bias : bias + p * F + place(0, column_tile).column, valid, rows_aligned<16>(bias, p * F), shifts[p]);
   Peak<T> peak;
 
+  alignas(16) __shared__ T ahead[4][PARTS][WHOLE ? THREADS * 8 : 8];  // whole tiles' rows pass through here, others' through registers
+  const u32 pitch = (u32)(width / 8), half = (u32)(F / 8);  // in eights, of which whole tiles have less than 2**32
+  u32 next = (u32)place(first_tile, column_tile).row * pitch + (u32)place(first_tile, column_tile).column / 8;
   Eight<T> in[PARTS][4];  // of the tile; where a row has been used, the same row of the next tile is fetched
   const auto fetch = [&](int k, Index t) {
+    if (WHOLE) {
+#pragma unroll
+      for (int p = 0; p < PARTS && t < end_tile; ++p) copy8_async(ahead[k][p] + threadIdx.x * 8, x + (u64)(next + k * pitch + p * half) * 8);
+      end_of_copies();
+      return;
+    }
     const Place at = place(t, column_tile);
     const int here = t < end_tile && (WHOLE || at.row + k < M) ? valid : 0;
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) in[p][k] = read8(x + (at.row + k) * width + p * F + at.column, here, wide);
+  };
+  const auto arrived = [&](int k) {
+    if (!WHOLE) return;
+    wait_for_copies(3);
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) in[p][k] = read8(ahead[k][p] + threadIdx.x * 8, 8, true);
   };
   const auto skimmed = [&](int k, Index t) {  // true, which spares the compiler's remark on code that is not reached
     if (k == 1) {
@@ -241,10 +261,12 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
   for (int k = 0; k < 4; ++k) fetch(k, first_tile);
   for (Index t = first_tile; t < end_tile; ++t) {
     const Place at = place(t, column_tile);
+    next += TILE_ROWS * pitch;
     u32 codes[4][2];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float v[8];
+      arrived(k);
       if (SKIMS && skimmed(k, t)) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -270,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS)
 act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
         f64 alpha, f64 offset, Cast given) {
   constexpr bool SURE = WHOLE && PARTS == 1;  // a gated one's registers do not allow it
+  let_next_start();
   const Params params{(float)limit, (float)alpha, (float)offset};
   const Cast cast = known(given);
   alignas(16) __shared__ u32 tile[TILE_WORDS];
@@ -278,6 +301,7 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
   const u32 block = block_from_the_end();
   const i32 column_tile = block % (u32)column_tiles, row_block = block / (u32)column_tiles;
   const i32 first_tile = row_block * (i32)tiles, end_tile = first_tile + (i32)tiles;
+  alignas(16) __shared__ T ahead[4][2][SURE ? THREADS * 8 : 8];  // the thread's parts of the next rows of dy and x
   const i64 width = PARTS * F;
   const bool wide = SURE || (rows_aligned<16>(x, width) && rows_aligned<16>(x, F)), wide_dy = SURE || rows_aligned<16>(dy, F);
   const bool wide_dx = rows_aligned<16>(dx, width) && rows_aligned<16>(dx, F);
@@ -292,12 +316,26 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
   }
   Peak<T> peak;
 
+  const u32 pitch = (u32)(F / 8);  // in eights, of which whole tiles have less than 2**32
+  u32 next = (u32)place(first_tile, column_tile).row * pitch + (u32)place(first_tile, column_tile).column / 8;
+  const auto fetch = [&](int k, bool more) {  // where a row has been used, the same row of the next tile is fetched
+    if (more) {
+      copy8_async(ahead[k][0] + threadIdx.x * 8, dy + (u64)(next + k * pitch) * 8);
+      copy8_async(ahead[k][1] + threadIdx.x * 8, x + (u64)(next + k * pitch) * 8);
+    }
+    end_of_copies();
+  };
+  if (SURE)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) fetch(k, true);
+
   for (i32 t = first_tile; t < end_tile; ++t) {
     const Place at = place(t, column_tile);
+    next += TILE_ROWS * pitch;
     Eight<T> in[PARTS][4], up[4];
     u32 codes[PARTS][4][2];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < 4 && !SURE; ++k) {
       const int here = SURE || at.row + k < M ? valid : 0;
       up[k] = read8(dy + (at.row + k) * F + at.column, here, wide_dy);
 #pragma unroll
@@ -305,6 +343,11 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
+      if (SURE) {
+        wait_for_copies(3);
+        up[k] = read8(ahead[k][0] + threadIdx.x * 8, 8, true);
+        in[0][k] = read8(ahead[k][1] + threadIdx.x * 8, 8, true);
+      }
       float d[PARTS][8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -317,6 +360,7 @@ act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i6
           d[0][j] = ACT::gradient(a, g, params);
         }
       }
+      if (SURE) fetch(k, t + 1 < end_tile);
 #pragma unroll
       for (int p = 0; p < PARTS; ++p) {
         const bool there = SURE || at.row + k < M;

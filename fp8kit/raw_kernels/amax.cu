@@ -1,6 +1,6 @@
-// Reductions of a matrix: the largest magnitude, whole, by tiles and of many, and the last step of column sums.
+// The largest magnitude of a matrix, whole, by tiles and of many.
 //
-// functions: amax_tensor, amax_tiles, amax_many, column_sums
+// functions: amax_tensor, amax_tiles, amax_many
 // variants: T=f32,bf16,f16,f64
 #include "rows.cuh"
 
@@ -78,23 +78,4 @@ extern "C" __global__ void __launch_bounds__(256) amax_many(i64 count, const __g
   const int t = tensor_of(table.first, count);
   const i64 start = (i64)(blockIdx.x - table.first[t]) * AMAX_PIECE, end = min64(start + AMAX_PIECE, table.size[t]);
   block_amax(table.amax[t], amax_of_range(table.x[t], start, end, threadIdx.x, 256), shared);
-}
-
-// out[c] = sum over parts of partials[part][c], in a fixed order, rounded once. Blocks of 32 columns x 8.
-extern "C" __global__ void __launch_bounds__(256) column_sums(const float* partials, T* out, i64 parts, i64 columns) {
-  __shared__ float sums[8][33];
-  const i64 column = (i64)blockIdx.x * 32 + threadIdx.x;
-  float sum = 0.0f;
-  if (column < columns) {
-#pragma unroll 8
-    for (i64 part = threadIdx.y; part < parts; part += 8) sum += partials[part * columns + column];
-  }
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < columns) {
-    float all = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) all += sums[i][threadIdx.x];
-    out[column] = from_float<T>(all);
-  }
 }

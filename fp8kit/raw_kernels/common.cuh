@@ -160,6 +160,21 @@ DEVICE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 // has it. Some walk from the end, so that those behind them, which walk from the start, find what they wrote last.
 DEVICE u32 block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
 
+// A kernel that begins with wait_for_former() is launched before the one in front of it on the stream has ended, as soon as all blocks of
+// that one have called let_next_start() or ended: its own blocks then stand ready (programmatic dependent launch, CUDA Programming Guide).
+// Behind the wait it sees all that the former one wrote. Before compute capability 9.0 both do nothing.
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+DEVICE void wait_for_former() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Index of the calling thread in a one-dimensional grid, and how many there are: `for (i64 i = first(); i < n; i += step())`.
 DEVICE i64 first() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
 DEVICE i64 step() { return (i64)gridDim.x * blockDim.x; }

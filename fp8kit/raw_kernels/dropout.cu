@@ -57,6 +57,7 @@ constexpr int AHEAD = 4;  // rows of a thread of column_sums that are on their w
 extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restrict__ dy, T* __restrict__ dx, float* partial, const i64* rng,
                                                               i64 M, i64 N, i64 rows, i64 column_blocks, i64 threshold, f64 factor) {
   __shared__ float of_warps[8][257];
+  let_next_start();
   const i64 row_block = blockIdx.x / column_blocks, column0 = blockIdx.x % column_blocks * 256, column = column0 + threadIdx.x * 8;
   const int valid = columns_left(column, N);
   const bool wide = rows_aligned<16>(dy, N), wide_dx = rows_aligned<16>(dx, N);
@@ -95,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restric
 // Column sums of partial (blocks, gridDim.y, N), float32, into out (and `second` from the second row of each pair), in a fixed order.
 // A block of 32 x 16 threads takes 32 columns.
 extern "C" __global__ void __launch_bounds__(512) sum_partials(const float* partial, T* out, T* second, i64 blocks, i64 N) {
+  wait_for_former();
   __shared__ float sums[16][33];
   const i64 column = (i64)blockIdx.x * 32 + threadIdx.x;
   float sum = 0.0f;

@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parent
 Defines = tuple[tuple[str, str], ...]
 
 _KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(([^)]*)\)', re.S)
+_EARLY = re.compile(r"\bwait_for_former\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
@@ -33,13 +34,15 @@ _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 class Source:
     """One .cu file: its ``name``, its ``functions``, every set of defines in ``variants``, and per function a string of parameter
     codes in ``parameters``: "q" a pointer or 64-bit integer, "d" a double, "s" a structure by value. ``pointers``: per function and
-    parameter the type that it points to ("T", "u8", "float"), "" where it is no pointer."""
+    parameter the type that it points to ("T", "u8", "float"), "" where it is no pointer. ``early``: the functions that may be launched
+    before the kernel in front of them has ended, since they wait for it themselves (``wait_for_former`` of common.cuh)."""
 
     name: str
     functions: tuple[str, ...]
     variants: tuple[Defines, ...]
     parameters: dict[str, str]
     pointers: dict[str, tuple[str, ...]]
+    early: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -103,14 +106,13 @@ def stands_for(unit: Unit, like: Source) -> Source:
     read = _kernels(unit.name, unit.content)
     if not read:
         raise ValueError(f'{unit.name}: has no function that is extern "C" __global__ void')
-    for function, (codes, _) in read.items():
+    for function, (codes, *_) in read.items():
         if function not in like.parameters:
             raise ValueError(f"{unit.name}: function {function!r} is not in {like.name}, which has {', '.join(like.functions)}")
         if codes != like.parameters[function]:
             raise ValueError(f"{unit.name}: {function}: parameters {codes!r}, in {like.name} they are {like.parameters[function]!r} "
                              "(q: a pointer or 64-bit integer, d: a double, s: a structure)")
-    parameters, pointers = ({f: part[i] for f, part in read.items()} for i in (0, 1))
-    return Source(unit.name, tuple(read), like.variants, parameters, pointers)  # type: ignore[arg-type]
+    return _source(unit.name, tuple(read), like.variants, read)
 
 
 def replaced_by(unit: Unit) -> Source:
@@ -134,8 +136,7 @@ def source(name: str) -> Source:
     kernels = _kernels(name, content)
     if set(functions) != set(kernels) or len(set(variants)) != len(variants):
         raise ValueError(f"{name}: its comment lists {sorted(functions)}, it defines {sorted(kernels)}; variants must not repeat")
-    parameters, pointers = ({f: part[i] for f, part in kernels.items()} for i in (0, 1))
-    return Source(name, functions, variants, parameters, pointers)  # type: ignore[arg-type]
+    return _source(name, functions, variants, kernels)
 
 
 def sources() -> tuple[Source, ...]:
@@ -166,9 +167,18 @@ def _product(name: str, line: str) -> list[Defines]:
     return [tuple(sorted(choice)) for choice in itertools.product(*axes)]
 
 
-def _kernels(name: str, content: str) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """function -> (parameter codes, types pointed to) of every kernel that a text defines."""
-    return {match[1]: _parameters(name, match[1], match[2]) for match in _KERNEL.finditer(content)}
+def _kernels(name: str, content: str) -> dict[str, tuple[str, tuple[str, ...], bool]]:
+    """function -> (parameter codes, types pointed to, whether it waits for the kernel in front) of every kernel that a text defines."""
+    found = list(_KERNEL.finditer(content))
+    ends = [*(match.start() for match in found), len(content)][1:]
+    return {match[1]: (*_parameters(name, match[1], match[2]), _EARLY.search(content, match.end(), end) is not None)
+            for match, end in zip(found, ends, strict=True)}  # fmt: skip
+
+
+def _source(name: str, functions: tuple[str, ...], variants: tuple[Defines, ...],
+            kernels: dict[str, tuple[str, tuple[str, ...], bool]]) -> Source:
+    codes, pointers = {f: part[0] for f, part in kernels.items()}, {f: part[1] for f, part in kernels.items()}
+    return Source(name, functions, variants, codes, pointers, frozenset(f for f, part in kernels.items() if part[2]))
 
 
 def _parameters(name: str, function: str, declared: str) -> tuple[str, tuple[str, ...]]:
@@ -204,7 +214,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
         "update_delayed_": "scales.cu: update_delayed",
         "quantize": "quantize.cu: quantize_fp8; quantize_any.cu: quantize_any; amax.cu: amax_tensor, amax_tiles",
         "dequantize": "quantize.cu: dequantize_fp8; quantize_any.cu: dequantize_any",
-        "quantize_transpose": "quantize.cu: quantize_transpose; amax.cu: column_sums",
+        "quantize_transpose": "quantize.cu: quantize_transpose; dropout.cu: sum_partials",
         "quantize_transpose_many": "quantize.cu: quantize_transpose_many",
         "block_quantize": "block.cu: block_quantize",
         "block_quantize_many": "block.cu: block_quantize_many",

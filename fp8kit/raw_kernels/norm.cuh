@@ -8,8 +8,6 @@
 #pragma once
 #include "rows.cuh"
 
-DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
 // Waits until all threads of the row have come. Barrier 0 is __syncthreads', so with more than a warp a row a block has at most 15 rows.
 DEVICE void row_barrier() { asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory"); }
 

@@ -87,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 norm_bwd_any(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
              i64 M, i64 N, f64 gain, i64 with_bias) {
   __shared__ float shared[2][32][2];
+  let_next_start();
   float* dw = partial + (i64)blockIdx.x * (with_bias ? 2 : 1) * N;
   int parity = 0;
   for (i64 row = blockIdx.x; row < M; row += gridDim.x, parity ^= 1) {

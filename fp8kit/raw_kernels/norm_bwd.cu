@@ -9,26 +9,6 @@
 
 #include "norm.cuh"
 
-// Eight elements from global to shared memory, without passing through registers.
-DEVICE void copy8_async(T* to, const T* from) {
-#pragma unroll
-  for (int i = 0; i < 8 * sizeof(T); i += 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"(reinterpret_cast<const u8*>(from) + i)
-                 : "memory");
-}
-
-DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits for the thread's copies up to the end_of_copies() before the last `under_way` (1 to 3).
-DEVICE void wait_for_copies(u32 under_way) {
-  if (under_way == 1)
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-  else if (under_way == 2)
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  else
-    asm volatile("cp.async.wait_group 3;" ::: "memory");
-}
-
 constexpr int THREADS = 1024, MOST_STAGES = 4;
 
 // The blocks walk the rows from the last one on, blockDim.y at a time; N <= 8 blockDim.x. partial: float32 (blocks, 1 or 2, N), each
@@ -39,6 +19,7 @@ norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const floa
          i64 M, i64 N, i64 stages, f64 gain, i64 with_bias) {
   extern __shared__ uint4 dynamic[];
   __shared__ float shared[MOST_STAGES][32][2];
+  let_next_start();
   const u32 threads = block_threads(), rank = thread_rank(), column = threadIdx.x * 8;
   const bool inside = column < N;
   const float share = 1.0f / (float)N;

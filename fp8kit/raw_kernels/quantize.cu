@@ -174,6 +174,7 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
 
 // Tile `tile` of a cast, tiles across first.
 DEVICE void cast_one(const Job& job, u32 tile) {
+  let_next_start();
   __shared__ Room room;
   const u32 across = job.padded_columns ? (u32)ceil_div(job.padded_columns, COLUMNS) : 1;
   const i64 top_row = (i64)(tile / across) * ROWS, left = (i64)(tile % across) * COLUMNS;

@@ -83,6 +83,32 @@ template <typename X> DEVICE void write8(X* to, int valid, bool wide, Eight<X> e
   }
 }
 
+// --- rows on their way to shared memory, where a thread reads only what it copied itself ------------------------------------------
+
+DEVICE u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+// Eight elements from global to shared memory, without passing through registers.
+DEVICE void copy8_async(T* to, const T* from) {
+#pragma unroll
+  for (int i = 0; i < 8 * sizeof(T); i += 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to) + i), "l"(reinterpret_cast<const u8*>(from) + i)
+                 : "memory");
+}
+
+DEVICE void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for the thread's copies up to the end_of_copies() before the last `under_way` (1 to 3).
+DEVICE void wait_for_copies(u32 under_way) {
+  if (under_way == 1)
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else if (under_way == 2)
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
+
+// --- amax -----------------------------------------------------------------------------------------------------------------------
+
 // max(most, |x|) of both halves of a word, NaN dropped; the signs of `most` mean nothing.
 DEVICE void pair_amax(u32& most, u32 x, bf16) { asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(x)); }
 DEVICE void pair_amax(u32& most, u32 x, f16) { asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(most) : "r"(x)); }

@@ -27,13 +27,15 @@ class Driver:
         self.sizes, self.status = sizes, status
         self.launches: list[tuple[Any, ...]] = []
         self.addresses: list[int] = []
+        self.attributes: list[tuple[int, ...]] = []
         self.entry = _EX(self._launch)
 
     def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
         assert function == _HANDLE
         assert extra is None
         x, y, z, i, j, k, shared, stream, attributes, count = struct.unpack("=7I4xQQI4x", ctypes.string_at(config, 56))
-        assert (attributes, count) == (0, 0)
+        self.attributes = [struct.unpack("=I4xI60x", ctypes.string_at(attributes + 72 * i, 72)) for i in range(count)]
+        assert (attributes != 0) == bool(count)
         self.addresses = list((ctypes.c_uint64 * len(self.sizes)).from_address(parameters))
         values = [ctypes.string_at(at, size) for at, size in zip(self.addresses, self.sizes, strict=True)]
         self.launches.append(((x, y, z), (i, j, k), shared, stream, *values))
@@ -80,6 +82,25 @@ def test_a_structure_by_value_of_any_size_lies_at_16_bytes(before: int, size: in
         launch.launch(kernel, 1, 32, (*range(before), fill * size), 0)
         assert driver.launches[-1][-1] == fill * size
         assert driver.addresses[-1] % 16 == 0
+
+
+def test_a_kernel_that_waits_for_the_former_is_launched_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only it: the next launch from the same memory has no attribute."""
+    kernel, driver = fake("q", monkeypatch)
+    kernel.early = True
+    launch.launch(kernel, 1, 32, (1,), 0)
+    assert driver.attributes == [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+    kernel.early = False
+    launch.launch(kernel, 1, 32, (1,), 0)
+    assert driver.attributes == []
+
+
+@pytest.mark.parametrize(("capability", "driver", "early"), [((9, 0), 13000, True), ((8, 9), 13000, False), ((9, 0), 12020, False)])
+def test_early_launches_need_the_device_and_the_driver(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], driver: int,
+                                                       early: bool) -> None:
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    monkeypatch.setattr(launch, "runtime", lambda: types.SimpleNamespace(driverGetVersion=lambda: driver))
+    assert launch._launches_early.__wrapped__(0) is early
 
 
 def test_a_grid_of_no_blocks_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,3 +53,13 @@ def test_contradictions_are_refused(sources: Path, text: str, said: str | None) 
         return
     with pytest.raises(ValueError, match=said):
         manifest.source("a.cu")
+
+
+def test_functions_that_wait_for_the_kernel_in_front_are_known(sources: Path) -> None:
+    waits = KERNEL.format("g", "i64 n").replace("{}", "{ wait_for_former(); }")
+    (sources / "a.cu").write_text("// functions: f, g, h\n" + KERNEL.format("f", "i64 n") + waits + KERNEL.format("h", "i64 n"))
+    assert manifest.source("a.cu").early == {"g"}
+
+
+def test_partial_sums_are_added_by_a_kernel_that_waits_for_them() -> None:
+    assert [(entry.name, *entry.early) for entry in manifest.sources() if entry.early] == [("dropout.cu", "sum_partials")]

@@ -47,11 +47,16 @@ def blocks(jobs: int, jobs_per_block: int, device_index: int, waves: int = 8) ->
     return min(-(-jobs // jobs_per_block), waves * sm_count(device_index))
 
 
-# CUlaunchConfig (cuda.h): grid, block, shared memory; stream; no attributes. It takes the first CONFIG bytes of a thread's memory, the
-# arguments follow, 8 bytes each.
+# CUlaunchConfig (cuda.h): grid, block, shared memory; stream; attributes' address and number, none mostly. It takes the first CONFIG bytes
+# of a thread's memory, the arguments follow, 8 bytes each.
 _CONFIGURATION = "=7I4xQ24x"
 CONFIG = struct.calcsize(_CONFIGURATION)
 STREAM_AT = struct.calcsize("=7I4x")
+_ATTRIBUTES_AT = struct.calcsize("=7I4xQ")
+# CUlaunchAttribute: its number, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and 64 bytes of its value, 1
+_EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
+_EARLY_CAPABILITY, _EARLY_DRIVER = (9, 0), 12030  # captured graphs have it from CUDA 12.3 on
+_ATTRIBUTES = struct.Struct("=QI")
 _SLOTS = 64
 _PARAMETERS = 32764  # bytes of parameters that CUDA takes, at most
 ALIGNMENT = 16
@@ -88,16 +93,19 @@ here = Here()
 
 class Kernel:
     """One function of one variant, loaded on one device. ``parameters`` are the manifest's codes, ``resources`` what it uses (None
-    where the compiler did not say).
+    where the compiler did not say), ``early`` whether it may be launched before the kernel in front of it has ended (``manifest.Source``).
 
     ``pack(memory, 0, grid x, y, z, block x, y, z, shared, stream, *arguments)`` writes what a launch reads; a structure by value, which
     comes last, at a multiple of 16 bytes: ``table`` is 1 where the arguments begin at the second slot for that.
     """
 
-    __slots__ = ("device", "handle", "name", "pack", "packers", "parameters", "raw", "resources", "shared_limit", "table")
+    __slots__ = ("device", "early", "handle", "name", "pack", "packers", "parameters", "raw", "resources", "shared_limit", "table")
 
-    def __init__(self, name: str, device: int, raw: Any, parameters: str, resources: kernel_compiler.Resources | None) -> None:
+    def __init__(
+        self, name: str, device: int, raw: Any, parameters: str, resources: kernel_compiler.Resources | None, early: bool = False
+    ) -> None:
         self.name = name
+        self.early = early
         self.device = device
         self.raw = raw
         self.handle = ctypes.c_void_p(raw.kernel.ptr)  # a CUfunction, alive as long as ``raw``
@@ -167,6 +175,12 @@ def sm_count(device_index: int) -> int:
 
 
 @functools.cache
+def _launches_early(device_index: int) -> bool:
+    """Whether device and driver have programmatic dependent launches, in captured graphs too."""
+    return capability(device_index) >= _EARLY_CAPABILITY and int(runtime().driverGetVersion()) >= _EARLY_DRIVER
+
+
+@functools.cache
 def engines_kernel(source: str, function: str, device_index: int, **defines: str) -> Kernel:
     """``function`` of ``source`` compiled with ``defines`` and loaded on a device; the same object for the same arguments.
 
@@ -188,7 +202,8 @@ def load(entry: manifest.Source, function: str, device_index: int, defines: mani
         raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
     with _LOADING, current_device(device_index):
         module, resources = _module(entry.name, defines, device_index, unit)
-        return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources.get(function))
+        early = function in entry.early and _launches_early(device_index)
+        return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources.get(function), early)
 
 
 @functools.cache
@@ -252,6 +267,8 @@ def launch(
         pack(room.memory, 0, x, y, z, i, j, k, shared, stream, *args)
     except (struct.error, TypeError, IndexError):
         raise _unfit(kernel, (x, y, z), (i, j, k), args) from None
+    if kernel.early:
+        _ATTRIBUTES.pack_into(room.memory, _ATTRIBUTES_AT, ctypes.addressof(_EARLY), 1)
     function, device = launcher()
     if device is None or device() == kernel.device:
         status = function(room.config, kernel.handle, room.tables[kernel.table], None)

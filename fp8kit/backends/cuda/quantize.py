@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fp8kit.arrays import ArrayView
 from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._lists import launches
-from fp8kit.backends.cuda._rows import address, scaling
+from fp8kit.backends.cuda._rows import address, scaling, sum_partials
 from fp8kit.backends.protocol import Cast, want_scale
 from fp8kit.formats import E4M3, E5M2, DType, Format, float64
 
@@ -161,8 +161,7 @@ def quantize_transpose(x: ArrayView, cast: Cast, dbias: ArrayView | None, worksp
     )
     launch.launch(kernel, max(grid, 1), _THREADS, args, stream)
     if dbias is not None:
-        sums = launch.kernel("amax.cu", "column_sums", index, T=name)
-        launch.launch(sums, -(-columns // 32), (32, 8), (partials, dbias.ptr, -(-rows // _TILE_ROWS), columns), stream)
+        sum_partials(partials, -(-rows // _TILE_ROWS), dbias, None, stream)
 
 
 def quantize_transpose_many(xs: Sequence[ArrayView], casts: Sequence[Cast], stream: int) -> None:
