@@ -143,11 +143,11 @@ typedef gate<clamped> clamped_swiglu;
 constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column of y depends on
 
 // Blocks that shall fit a multiprocessor: as many as the registers allow without spilling, for 4 x 8 elements of each array where those
-// do not pass through shared memory. Backward wants a few more for float16 there.
+// do not pass through shared memory. Backward in float16, and that of relu, would spill one or two of 80 there.
 #if __CUDA_ARCH__ < 900
 constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 2;
 #else
-constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : PARTS == 1 ? (WHOLE && Same<T, f16>::value ? 2 : 3) : __CUDA_ARCH__ == 900 ? 2 : 1;
+constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : PARTS == 1 ? (WHOLE && (Same<T, f16>::value || Same<ACT, relu>::value) ? 2 : 3) : __CUDA_ARCH__ == 900 ? 2 : 1;
 #endif
 constexpr int FWD_BLOCKS = sizeof(T) == 4 || PARTS == 2 ? 2 : 4;
 
