@@ -200,6 +200,7 @@ DEVICE void write_tile(const Cast& cast, const u32 (&codes)[4][2], const Place& 
 extern "C" __global__ void __launch_bounds__(THREADS, FWD_BLOCKS)
 act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
         f64 alpha, f64 offset, Cast given) {
+  start_early();
   const Params params{(float)limit, (float)alpha, (float)offset};
   const Cast cast = known(given);
   constexpr bool SKIMS = Same<TILES, none>::value && PARTS == 1 && ACT::rises;
@@ -291,8 +292,8 @@ act_fwd(const T* x, const T* bias, T* y, i64 M, i64 F, i64 column_tiles, i64 til
 extern "C" __global__ void __launch_bounds__(THREADS, BWD_BLOCKS)
 act_bwd(const T* dy, const T* x, const T* bias, T* dx, float* partial, i64 M, i64 F, i64 column_tiles, i64 tiles, f64 limit,
         f64 alpha, f64 offset, Cast given) {
+  start_early();
   constexpr bool SURE = WHOLE && PARTS == 1;  // a gated one's registers do not allow it
-  let_next_start();
   const Params params{(float)limit, (float)alpha, (float)offset};
   const Cast cast = known(given);
   alignas(16) __shared__ u32 tile[TILE_WORDS];

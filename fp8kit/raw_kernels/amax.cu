@@ -27,6 +27,7 @@ DEVICE float amax_of_range(const T* x, i64 start, i64 end, i64 at, i64 count) {
 
 // amax[0] = max(amax[0], max|x|) over n elements that lie together.
 extern "C" __global__ void __launch_bounds__(256) amax_tensor(const T* x, float* amax, i64 n) {
+  start_early();
   __shared__ float shared[32];
   block_amax(amax, amax_of_range(x, 0, n, first(), step()), shared);
 }
@@ -74,6 +75,7 @@ struct AmaxTable {
 
 // amax[t][0] = max(amax[t][0], max|x[t]|); a block takes AMAX_PIECE elements of one tensor.
 extern "C" __global__ void __launch_bounds__(256) amax_many(i64 count, const __grid_constant__ AmaxTable table) {
+  start_early();
   __shared__ float shared[32];
   const int t = tensor_of(table.first, count);
   const i64 start = (i64)(blockIdx.x - table.first[t]) * AMAX_PIECE, end = min64(start + AMAX_PIECE, table.size[t]);

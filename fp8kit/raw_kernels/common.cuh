@@ -160,16 +160,18 @@ DEVICE i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 // has it. Some walk from the end, so that those behind them, which walk from the start, find what they wrote last.
 DEVICE u32 block_from_the_end() { return gridDim.x - 1 - blockIdx.x; }
 
-// A kernel that begins with wait_for_former() is launched before the one in front of it on the stream has ended, as soon as all blocks of
-// that one have called let_next_start() or ended: its own blocks then stand ready (programmatic dependent launch, CUDA Programming Guide).
-// Behind the wait it sees all that the former one wrote. Before compute capability 9.0 both do nothing.
+// A kernel that begins with start_early() is launched before the one in front of it on the stream has ended, as soon as all blocks of that
+// one have called let_next_start() or ended: its own blocks then stand ready (programmatic dependent launch, CUDA Programming Guide). Behind
+// start_early() it sees all that was written before it; nothing that another kernel writes is to be read above it, nor through a
+// __restrict__ pointer to const, which the compiler may do. Before compute capability 9.0 both do nothing.
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-DEVICE void wait_for_former() {
+DEVICE void start_early() {
+  let_next_start();
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -19,6 +19,7 @@ DEVICE void drop8(float (&x)[8], const i64* rng, u64 index, u32 threshold, float
 // y = residual + dropout(x + bias) over n elements in rows of N, from the end; y may be x.
 extern "C" __global__ void __launch_bounds__(256)
 dropout_add(const T* x, const T* bias, const T* residual, T* y, const i64* rng, i64 n, i64 N, i64 threshold, f64 factor) {
+  start_early();
   const bool wide = rows_aligned<16>(x, 0) && rows_aligned<16>(y, 0) && rows_aligned<16>(residual, 0);
   const bool wide_bias = rows_aligned<16>(bias, 0) && N % 8 == 0;
   const i64 last = ceil_div(n, 8) - 1;
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(256) column_sums(const T* __restric
 // Column sums of partial (blocks, gridDim.y, N), float32, into out (and `second` from the second row of each pair), in a fixed order.
 // A block of 32 x 16 threads takes 32 columns.
 extern "C" __global__ void __launch_bounds__(512) sum_partials(const float* partial, T* out, T* second, i64 blocks, i64 N) {
-  wait_for_former();
+  start_early();
   __shared__ float sums[16][33];
   const i64 column = (i64)blockIdx.x * 32 + threadIdx.x;
   float sum = 0.0f;

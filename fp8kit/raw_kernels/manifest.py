@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 Defines = tuple[tuple[str, str], ...]
 
 _KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(([^)]*)\)', re.S)
-_EARLY = re.compile(r"\bwait_for_former\(\);")
+_EARLY = re.compile(r"\bstart_early\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
@@ -35,7 +35,7 @@ class Source:
     """One .cu file: its ``name``, its ``functions``, every set of defines in ``variants``, and per function a string of parameter
     codes in ``parameters``: "q" a pointer or 64-bit integer, "d" a double, "s" a structure by value. ``pointers``: per function and
     parameter the type that it points to ("T", "u8", "float"), "" where it is no pointer. ``early``: the functions that may be launched
-    before the kernel in front of them has ended, since they wait for it themselves (``wait_for_former`` of common.cuh)."""
+    before the kernel in front of them has ended, since they wait for it themselves (``start_early`` of common.cuh)."""
 
     name: str
     functions: tuple[str, ...]

@@ -12,6 +12,7 @@ constexpr int MAX_ROWS = 16;
 extern "C" __global__ void __launch_bounds__(512, 1)
 norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, float* rstd, i64 M, i64 N, i64 columns, i64 rows,
              f64 epsilon, f64 gain, Cast cast) {
+  start_early();
   __shared__ Stats of_rows[MAX_ROWS];
   __shared__ float shared[2][32][1], maxima[32];
   const i64 row0 = (i64)blockIdx.x * rows;
@@ -86,8 +87,8 @@ norm_fwd_any(const T* x, const T* weight, const T* bias, T* y, float* mean, floa
 extern "C" __global__ void __launch_bounds__(1024)
 norm_bwd_any(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
              i64 M, i64 N, f64 gain, i64 with_bias) {
+  start_early();
   __shared__ float shared[2][32][2];
-  let_next_start();
   float* dw = partial + (i64)blockIdx.x * (with_bias ? 2 : 1) * N;
   int parity = 0;
   for (i64 row = blockIdx.x; row < M; row += gridDim.x, parity ^= 1) {

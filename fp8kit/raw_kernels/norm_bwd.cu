@@ -17,9 +17,9 @@ constexpr int THREADS = 1024, MOST_STAGES = 4;
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 norm_bwd(const T* dy, const T* x, const T* weight, const float* mean, const float* rstd, const T* residual, T* dx, float* partial,
          i64 M, i64 N, i64 stages, f64 gain, i64 with_bias) {
+  start_early();
   extern __shared__ uint4 dynamic[];
   __shared__ float shared[MOST_STAGES][32][2];
-  let_next_start();
   const u32 threads = block_threads(), rank = thread_rank(), column = threadIdx.x * 8;
   const bool inside = column < N;
   const float share = 1.0f / (float)N;

@@ -35,6 +35,7 @@ DEVICE void write_turned(const Cast& cast, const u32* tile, u32 pitch, i64 colum
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* rstd, i64 M, i64 N, i64 chunks, i64 rows, i64 tiles,
          f64 epsilon, f64 gain, Cast cast) {
+  start_early();
   extern __shared__ uint4 dynamic[];
   __shared__ float shared[2][32][1], maxima[32];
   float4* gains = reinterpret_cast<float4*>(dynamic);  // halves of chunks: two of gains, two of biases

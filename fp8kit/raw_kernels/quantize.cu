@@ -174,7 +174,6 @@ template <bool WHOLE> DEVICE void cast_tile(const Job& job, i64 top_row, i64 lef
 
 // Tile `tile` of a cast, tiles across first.
 DEVICE void cast_one(const Job& job, u32 tile) {
-  let_next_start();
   __shared__ Room room;
   const u32 across = job.padded_columns ? (u32)ceil_div(job.padded_columns, COLUMNS) : 1;
   const i64 top_row = (i64)(tile / across) * ROWS, left = (i64)(tile % across) * COLUMNS;
@@ -192,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(256) quantize_transpose(const T* x,
                                                                      float* amax, float* partials, i64 rows, i64 columns,
                                                                      i64 padded_rows, i64 padded_columns, i64 q_stride, i64 qt_stride,
                                                                      const float* known_amax, f64 epsilon, i64 power_2) {
+  start_early();
   cast_one({x, q, q_t, scale, scale_inv, amax, partials, rows, columns, padded_rows, padded_columns, q_stride, qt_stride, known_amax,
             epsilon, power_2}, blockIdx.x);
 }
@@ -211,6 +211,7 @@ struct CastTable {
 
 // The same for a list of matrices.
 extern "C" __global__ void __launch_bounds__(256) quantize_transpose_many(i64 count, const __grid_constant__ CastTable table) {
+  start_early();
   const int t = tensor_of(table.first, count);
   cast_one({table.x[t], table.q[t], table.q_t[t], table.scale[t], table.scale_inv[t], table.amax[t], nullptr, table.rows[t],
             table.columns[t], table.padded_rows[t], table.padded_columns[t], table.q_stride[t], table.qt_stride[t], nullptr, 0.0, 0},

@@ -9,6 +9,7 @@ constexpr float SMALLEST = 1.175494351e-38f;
 
 extern "C" __global__ void __launch_bounds__(256) scale_from_amax(const float* amax, float* scale, float* scale_inv, i64 n, f64 fp8_max,
                                                                   f64 epsilon, f64 value_for_inf, i64 power_2) {
+  start_early();
   for (i64 i = first(); i < n; i += step()) {
     const float s = scale_of(amax[i], (float)fp8_max, (float)epsilon, (float)value_for_inf, power_2);
     scale[i] = s;
@@ -33,6 +34,7 @@ struct States { State at[STATES]; };
 
 // Block (i, j) updates tensor j of state i. Row 0 of the history holds the amax since the last update.
 extern "C" __global__ void __launch_bounds__(128) update_delayed(i64 most_recent, const __grid_constant__ States states) {
+  start_early();
   __shared__ float shared[32];
   const State state = states.at[blockIdx.x];
   const i64 n = state.n, length = state.length, tensor = blockIdx.y;

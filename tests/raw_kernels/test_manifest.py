@@ -55,11 +55,18 @@ def test_contradictions_are_refused(sources: Path, text: str, said: str | None) 
         manifest.source("a.cu")
 
 
-def test_functions_that_wait_for_the_kernel_in_front_are_known(sources: Path) -> None:
-    waits = KERNEL.format("g", "i64 n").replace("{}", "{ wait_for_former(); }")
+def test_functions_that_start_early_are_known(sources: Path) -> None:
+    waits = KERNEL.format("g", "i64 n").replace("{}", "{ start_early(); }")
     (sources / "a.cu").write_text("// functions: f, g, h\n" + KERNEL.format("f", "i64 n") + waits + KERNEL.format("h", "i64 n"))
     assert manifest.source("a.cu").early == {"g"}
 
 
-def test_partial_sums_are_added_by_a_kernel_that_waits_for_them() -> None:
-    assert [(entry.name, *entry.early) for entry in manifest.sources() if entry.early] == [("dropout.cu", "sum_partials")]
+@pytest.mark.parametrize("entry", [entry for entry in manifest.sources() if entry.early], ids=lambda entry: entry.name)
+def test_what_starts_early_waits_before_all_else(entry: manifest.Source) -> None:
+    """And reads nothing by a pointer whose loads the compiler may do before."""
+    text = manifest.text(entry.name)
+    for function in entry.early:
+        body = text[text.index(f"{function}(") :]
+        head, body = body.split(") {\n", 1)
+        assert body.lstrip().startswith("start_early();"), function
+        assert "__restrict__" not in head, function
