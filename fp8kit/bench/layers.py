@@ -13,6 +13,7 @@ from fp8kit.bench.report import NO_TIME, Row, Setting, reason
 from fp8kit.bench.skeleton import skeletons
 from fp8kit.bench.timing import Step, clock_for, host_seconds, interleaved, medians
 
+LAYER_CALLS = 30  # of a turn that count on a GPU, after ten that do not: a layer's clocks at the power limit settle in about 0.1 s
 SETTLING = 3  # steps before a result is compared: delayed scaling has seen the values then
 
 # of a problem and whether it is the layer: name -> contender
@@ -77,7 +78,8 @@ def take_times(rows: Mapping[str, Row], steps: Mapping[str, Step], setting: Sett
     for name, seconds in times.items():
         rows[name]["gpu_ms"] = seconds * 1e3
     if host and setting.device.kind != "cpu":
-        for name, found in host_seconds(steps, setting.device, setting.rounds, setting.calls, setting.warmups).items():
+        calls = min(setting.calls, 10)  # the quickest turn counts: many short ones find it sooner than few long ones
+        for name, found in host_seconds(steps, setting.device, setting.rounds, calls, setting.warmups).items():
             rows[name] |= found.row()
 
 
@@ -88,7 +90,7 @@ def layer_part(setting: Setting, contenders: Contenders = native_only, exact: Ca
     for workload, layer in setting.sizes.layers.items():
         problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
         extra: dict[str, Any] = skeletons(layer, setting) if layer is setting.sizes.large and setting.device.kind == "cuda" else {}
-        rows += measure(workload, problem, contenders(problem, workload), setting.settled(), exact, extra, peak)
+        rows += measure(workload, problem, contenders(problem, workload), setting.settled(LAYER_CALLS), exact, extra, peak)
     return rows
 
 
