@@ -125,4 +125,4 @@ _within = modules_within(_sys.modules[__name__])
 
 def __getattr__(name: str) -> Any:
     """AttributeError, which for a name of Transformer Engine that there is nothing for says why."""
-    raise missing(__name__, name)
+    raise missing(__name__, name, globals())

@@ -25,11 +25,12 @@ from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.reprs import described
 from fp8kit_torch.rope import angles, check_turns
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.te_methods import TransformerEngineMethods
 
 _NO_NAMES: Mapping[str, str] = {}
 
 
-class MultiheadAttention(Watched):
+class MultiheadAttention(TransformerEngineMethods, Watched):
     """proj(attention(projections of x)).
 
     * ``hidden_size`` H, ``num_attention_heads`` h, ``kv_channels`` d (None: H / h), ``num_gqa_groups`` g (None: h).

@@ -26,6 +26,7 @@ from fp8kit_torch.parameters import ParameterModule
 from fp8kit_torch.plans import Stand, policy_now
 from fp8kit_torch.recompute import checkpoint
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.te_methods import TransformerEngineMethods
 from fp8kit_torch.views import as_view, dtype_of, kind_of
 
 CALLED = checks.CALLED | {"inference_params": optional(instance(InferenceParams, "an fp8kit_torch.InferenceParams, or None"))}
@@ -45,7 +46,7 @@ def _kept_slopes(heads: int, device: torch.device) -> Tensor:
     return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
 
 
-class DotProductAttention(ParameterModule):
+class DotProductAttention(TransformerEngineMethods, ParameterModule):
     """o = dropout(softmax(scores)) v for each head, over the scores that the mask leaves; scores = softmax_scale * q k^T and a bias.
 
     * ``num_attention_heads`` h; ``kv_channels``: features of one head, d, or (d of q and k, d of v); ``num_gqa_groups``: key and value

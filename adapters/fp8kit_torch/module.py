@@ -32,6 +32,7 @@ from fp8kit_torch.plans import Call, call, want_alike
 from fp8kit_torch.quantized import QuantizedTensor
 from fp8kit_torch.specs import fp8_text, layer_products, layer_spec, layer_text, products
 from fp8kit_torch.stateful import StatefulModule, prepare_all
+from fp8kit_torch.te_methods import TransformerEngineMethods
 from fp8kit_torch.texts import encode
 from fp8kit_torch.views import kind_of
 
@@ -67,7 +68,7 @@ def branch_of(outputs: Mapping[str, Tensor]) -> Branch:
     return Branch(outputs["y"], outputs.get("residual"), outputs.get("normed"))
 
 
-class TransformerEngineBaseModule(StatefulModule):
+class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
     """Base of layers whose GEMMs run in FP8 under ``autocast``.
 
     A subclass names its operation and its GEMMs (prefixes of the operation's names), says its spec in high precision (``set_spec``), and

@@ -25,11 +25,11 @@ from fp8kit.ops.products import product_of
 from fp8kit.ops.split_heads import split_heads
 from fp8kit.scaling import BACKWARD_SLOTS, FORWARD_SLOTS, backward_slots, forward_slots
 from fp8kit.spec import Meta, Signature
-from fp8kit_torch.arguments import unlike_devices, unlike_dtypes, want_parameters
+from fp8kit_torch.arguments import dtype_name, unlike_devices, unlike_dtypes, want_parameters
 from fp8kit_torch.memory import place_of
 from fp8kit_torch.ready import Ready
 from fp8kit_torch.texts import OPERATIONS, decode, encode
-from fp8kit_torch.views import kind_of
+from fp8kit_torch.views import has_kind, kind_of
 from fp8kit_torch.words import argument_of
 
 _LAYERS_OWN = ("linear", "norm", "norm_linear", "norm_mlp")  # operations of x and a layer's parameters
@@ -117,7 +117,7 @@ class Call:
         key = (needs, id(kernels), *[(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)])
         found = self.plans.get(key)
         if found is None:
-            kinds = [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            kinds = self._kinds(shapes, dtypes)
             if len(self.plans) >= _PLAN_LIMIT:
                 self.plans.clear()
             with self._in_the_users_words(kinds):
@@ -130,10 +130,18 @@ class Call:
         self._want_one_device(tensors)
         key = (needs, *[(t.shape, t.dtype) for t in tensors])
         if key not in self.rehearsed:
-            self.infer([(t.shape, kind_of(t.dtype)) for t in tensors], needs)
+            self.infer(self._kinds([t.shape for t in tensors], [t.dtype for t in tensors]), needs)
             if len(self.rehearsed) >= _PLAN_LIMIT:
                 self.rehearsed.clear()
             self.rehearsed.add(key)
+
+    def _kinds(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[tuple[Any, DType]]:
+        """The inputs' shapes and fp8kit's dtypes. FormatError, by the user's name of the input, where there is none."""
+        for name, dtype in zip(self.names, dtypes, strict=True):
+            if not has_kind(dtype):
+                argument = argument_of(self.operation.name, name, self.names)
+                raise FormatError(expected(self.operation.name, argument, dtype_name(dtype), "a dtype of fp8kit, such as float32"))
+        return [(tuple(shape), kind_of(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def _want_one_device(self, tensors: Sequence[Tensor | Stand]) -> None:
         device, operation = tensors[0].device, self.operation.name

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -38,13 +39,17 @@ _NAMES = {
     "the solver is not there": "CusolverMpCtx newton_schulz get_coefficients",
     "activations are not offloaded": "ManualOffloadSynchronizer",
     "weights are not interleaved": "interleave_glu_tensor deinterleave_glu_tensor",
+    "it is an inner part of Transformer Engine": """jit constants TE_DType get_fp8_te_dtype set_jit_fusion_options no_torch_dynamo
+        bias_gelu_fused bias_gelu_fused_ bgrad_dgelu_fused get_bias_dropout_add""",
 }
 WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 
 
-def missing(module: str, name: str) -> AttributeError:
-    """What ``module.name`` raises where there is no such name, with the reason for one of Transformer Engine's."""
-    why = f", which is not supported: {WHY[name]}" if name in WHY else ""
+def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError:
+    """What a ``module.name`` that is not there raises, with the reason for one of Transformer Engine's, or the name most like it of
+    those that are ``known``."""
+    like = get_close_matches(name, [other for other in known if other[:1] != "_"], 1)
+    why = f", which is not supported: {WHY[name]}" if name in WHY else f"; did you mean {like[0]}?" if like else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}", name=name)
 
 

@@ -97,7 +97,7 @@ def _module(name: str, parts: Iterable[ModuleType]) -> ModuleType:
             setattr(made, key, getattr(part, key))
 
     def lacking(key: str) -> Any:
-        raise missing(name, key)
+        raise missing(name, key, vars(made))
 
     made.__getattr__ = lacking  # type: ignore[method-assign]
     return made

@@ -29,6 +29,7 @@ from fp8kit_torch.plans import Stand
 from fp8kit_torch.reprs import described
 from fp8kit_torch.scripts import by_script, runs_its_own
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.te_methods import TransformerEngineMethods
 from fp8kit_torch.views import as_view
 
 # what the attention across has in common with the layer's own
@@ -45,7 +46,7 @@ _PARTS = {part: part.forward for part in (MultiheadAttention, DotProductAttentio
                                           RMSNorm, L2Normalization)}  # fmt: skip
 
 
-class TransformerLayer(Watched):
+class TransformerLayer(TransformerEngineMethods, Watched):
     """One layer, norms before the branches ::
 
         a = x + dropout(self_attention(norm(x)))          child self_attention

@@ -41,6 +41,11 @@ def dtype_of(kind: DType) -> torch.dtype:
         raise FormatError(expected("dtype_of", "kind", getattr(kind, "name", repr(kind)[:60]), f"one of {known}")) from None
 
 
+def has_kind(dtype: torch.dtype) -> bool:
+    """Whether fp8kit has a torch dtype."""
+    return dtype in _DTYPES
+
+
 def kind_of(dtype: torch.dtype) -> DType:
     """The fp8kit dtype of a torch dtype; FormatError where there is none."""
     kind = _DTYPES.get(dtype)

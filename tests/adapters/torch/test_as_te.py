@@ -149,6 +149,8 @@ PARTS = {
             ("transformer_engine.pytorch.ops", "register_forward_fusion", "as they are written"),
             ("transformer_engine.pytorch.router", "fused_topk_with_score_function", "router"),
             ("transformer_engine.pytorch.tensor", "MXFP8Tensor", "the recipes are"),
+            ("transformer_engine.pytorch", "jit", "inner part"),
+            ("transformer_engine.pytorch.quantization", "get_fp8_te_dtype", "inner part"),
             ("transformer_engine.pytorch.tensor.utils", "cast_master_weights_to_fp8", "master_weights=True"),
         ):
             found = importlib.import_module(module)

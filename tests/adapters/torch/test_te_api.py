@@ -9,7 +9,7 @@ from fp8kit_torch import fusible
 from fp8kit_torch.gemms import general_gemm
 from fp8kit_torch.global_state import FP8GlobalStateManager as State
 
-from fp8kit.errors import FormatError, Fp8kitError, ShapeError
+from fp8kit.errors import ArgumentError, FormatError, Fp8kitError, ShapeError
 from fp8kit.ops.quant import fp8_from_recipe
 from fp8kit.testing.compare import relative_error
 
@@ -195,7 +195,38 @@ def test_modules_within_are_attributes_of_the_door():
     assert ft.attention.rope.apply_rotary_pos_emb is ft.apply_rotary_pos_emb
     assert ft.permutation.moe_permute is ft.moe_permute
     assert ft.tensor.float8_tensor.Float8Tensor is ft.Float8Tensor
+    with pytest.raises(AttributeError, match=r"'autocst'; did you mean autocast\?"):
+        ft.quantization.autocst  # noqa: B018
     with pytest.raises(AttributeError, match="recipes say how"):
         ft.DType  # noqa: B018
     with pytest.raises(AttributeError, match="no tensor parallelism"):
         ft.ops.AllReduce  # noqa: B018
+
+
+@pytest.mark.parametrize("layer", [lambda: ft.Linear(16, 16), lambda: ft.MultiheadAttention(32, 2), lambda: ft.DotProductAttention(2, 16),
+                                   lambda: ft.TransformerLayer(32, 64, 2)])
+def test_methods_about_groups_and_late_gradients(layer, tmp_path):
+    """Accepted where there is nothing to do, else refused."""
+    made = layer()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        alone = torch.distributed.group.WORLD
+        made.set_tensor_parallel_group(alone)
+        made.set_context_parallel_group([alone, None], [0], None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+            for call in (made.set_tensor_parallel_group, lambda group: made.set_context_parallel_group(group, [0, 1], None)):
+                with pytest.raises(NotImplementedError, match=r"p_group: got a group of 2 processes, expected one process"):
+                    call(alone)
+    finally:
+        torch.distributed.destroy_process_group()
+    with pytest.raises(ArgumentError, match=r"tp_group: got 3, expected None or a process group"):
+        made.set_tensor_parallel_group(3)
+    assert made.need_backward_dw() is False
+    made.backward_dw()
+
+
+@pytest.mark.parametrize("layer", [ft.Linear(16, 16), ft.LayerNorm(16), ft.LayerNormMLP(16, 16)], ids=lambda layer: type(layer).__name__)
+def test_a_dtype_that_fp8kit_has_not(layer):
+    with pytest.raises(FormatError, match="inp: got complex64, expected a dtype of fp8kit"):
+        layer(torch.ones(4, 16, dtype=torch.complex64))
