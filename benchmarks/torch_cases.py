@@ -14,6 +14,7 @@ from typing import Any
 import fp8kit_torch as ft
 import numpy as np
 import torch
+from fp8kit_torch.graphs import uncollected
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -103,7 +104,7 @@ def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
                 call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with uncollected(), torch.cuda.graph(graph):
             out = call()
 
     def replay() -> Any:

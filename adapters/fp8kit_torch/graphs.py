@@ -75,7 +75,7 @@ def make_graphed_callables(
     if found.delayed() and (on or watching):
         for layer in (layer for part in layers for layer in part):
             layer.prepare(found.amax_history_len)  # type: ignore[attr-defined]
-    with _unchanged(layers), held(), scope, _uncollected(), warnings.catch_warnings():
+    with _unchanged(layers), held(), scope, uncollected(), warnings.catch_warnings():
         # torch keeps its last warm-up's graph alive into the capture, and warns that it is on another stream
         warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
         torch.cuda.make_graphed_callables(given, samples, num_warmup_iters, allow_unused_input, pool)
@@ -110,8 +110,8 @@ def _layers(module: nn.Module) -> list[TransformerEngineBaseModule]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Garbage is collected before and not within: what it frees, a kernel's module or memory, may end a capture."""
+def uncollected() -> Iterator[None]:
+    """Garbage is collected before and not within: what that frees, memory or another graph's, may end a capture."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

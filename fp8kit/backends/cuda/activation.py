@@ -67,8 +67,9 @@ def tiles_of(activation: str, arrays: tuple[ArrayView, ...], rows: int, columns:
         places = cast.q_t.ptr | cast.q_t.strides[0] | (2 * cast.q.ptr) | (2 * cast.q.strides[0])
     for array in arrays:
         places |= array.ptr
+    kind = activation, launch.type_name(arrays[0].dtype)
     large = rows * arrays[0].shape[1] >= 8 << 32  # elements are counted in eights there, in 32 bits
-    if large or rows % tall or columns % _TILE_COLUMNS or places % 16 or (activation, launch.type_name(arrays[0].dtype)) not in _for_whole_tiles():
+    if large or rows % tall or columns % _TILE_COLUMNS or places % 16 or kind not in _for_whole_tiles():
         return _MIXED
     return "none" if cast is None else "e4m3" if cast.format == E4M3 else "e5m2"
 
