@@ -53,3 +53,8 @@ def test_whole_tiles(dtype: DType) -> None:
 ], ids=str)  # fmt: skip
 def test_anything_else(options: dict[str, Any]) -> None:
     assert choice(**options) == "mixed"
+
+
+def test_more_elements_than_32_bits_count_in_eights() -> None:
+    assert choice((2**19, 2**16 - 128)) == "e4m3"
+    assert choice((2**19, 2**16)) == "mixed"
