@@ -48,7 +48,7 @@ WHY = {name: why for why, names in _NAMES.items() for name in names.split()}
 def missing(module: str, name: str, known: Iterable[str] = ()) -> AttributeError:
     """What a ``module.name`` that is not there raises, with the reason for one of Transformer Engine's, or the name most like it of
     those that are ``known``."""
-    like = get_close_matches(name, [other for other in known if other[:1] != "_"], 1)
+    like = get_close_matches(name, [other for other in known if other[:1] != "_"], 1) if name[:1] != "_" else []
     why = f", which is not supported: {WHY[name]}" if name in WHY else f"; did you mean {like[0]}?" if like else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{why}", name=name)
 

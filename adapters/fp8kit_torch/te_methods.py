@@ -20,9 +20,9 @@ class TransformerEngineMethods:
 
     def set_context_parallel_group(self, cp_group: object, cp_global_ranks: Sequence[int] | None = None, cp_stream: object = None,
                                    cp_comm_type: str = "p2p") -> None:
-        """Nothing, for None and for process groups of one (several in a list). NotImplementedError for more processes (there is no context
+        """Nothing, for None and for process groups of one (also several). NotImplementedError for more processes (there is no context
         parallelism), ArgumentError for what is no group."""
-        for group in cp_group if isinstance(cp_group, list) else [cp_group]:
+        for group in cp_group if isinstance(cp_group, list | tuple) else [cp_group]:
             _of_one(type(self).__name__, "cp_group", group)
 
     def need_backward_dw(self) -> bool:
@@ -38,8 +38,7 @@ def _of_one(operation: str, name: str, group: object) -> None:
     if group is None:
         return
     known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-    if not isinstance(group, known):
-        raise ArgumentError(expected(operation, name, shown(group), "None or a process group of torch.distributed"))
-    size = torch.distributed.get_world_size(group)
+    if not isinstance(group, known) or (size := torch.distributed.get_world_size(group)) < 1:
+        raise ArgumentError(expected(operation, name, shown(group), "None or a process group of torch.distributed with this process"))
     if size != 1:
         raise NotImplementedError(expected(operation, name, f"a group of {size} processes", "one process: nothing else is supported yet"))

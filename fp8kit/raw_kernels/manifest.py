@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 Defines = tuple[tuple[str, str], ...]
 
 _KERNEL = re.compile(r'extern "C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(([^)]*)\)', re.S)
-_EARLY = re.compile(r"\bstart_early\(\);")
+_EARLY = re.compile(r"\s*\{\s*start_early\(\);")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.M)
 _SCALARS = {"i64": "q", "u64": "q", "f64": "d"}
 
@@ -35,7 +35,8 @@ class Source:
     """One .cu file: its ``name``, its ``functions``, every set of defines in ``variants``, and per function a string of parameter
     codes in ``parameters``: "q" a pointer or 64-bit integer, "d" a double, "s" a structure by value. ``pointers``: per function and
     parameter the type that it points to ("T", "u8", "float"), "" where it is no pointer. ``early``: the functions that may be launched
-    before the kernel in front of them has ended, since they wait for it themselves (``start_early`` of common.cuh)."""
+    before the kernel in front of them has ended, since ``start_early();`` (common.cuh), their first statement, waits for it, and none of
+    their pointers is ``__restrict__``."""
 
     name: str
     functions: tuple[str, ...]
@@ -169,10 +170,12 @@ def _product(name: str, line: str) -> list[Defines]:
 
 def _kernels(name: str, content: str) -> dict[str, tuple[str, tuple[str, ...], bool]]:
     """function -> (parameter codes, types pointed to, whether it waits for the kernel in front) of every kernel that a text defines."""
-    found = list(_KERNEL.finditer(content))
-    ends = [*(match.start() for match in found), len(content)][1:]
-    return {match[1]: (*_parameters(name, match[1], match[2]), _EARLY.search(content, match.end(), end) is not None)
-            for match, end in zip(found, ends, strict=True)}  # fmt: skip
+    return {match[1]: (*_parameters(name, match[1], match[2]), _starts_early(content, match)) for match in _KERNEL.finditer(content)}
+
+
+def _starts_early(content: str, match: re.Match[str]) -> bool:
+    """Whether a kernel waits before all else, and has no pointer whose loads the compiler may do before."""
+    return _EARLY.match(content, match.end()) is not None and "__restrict__" not in match[2]
 
 
 def _source(name: str, functions: tuple[str, ...], variants: tuple[Defines, ...],

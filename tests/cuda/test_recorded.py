@@ -16,7 +16,7 @@ import fp8kit as fk
 from fp8kit import arrays, settings
 from fp8kit.arrays import Device
 from fp8kit.backends import dispatch
-from fp8kit.backends.cuda import cublaslt, device, launch, recorded
+from fp8kit.backends.cuda import cublaslt, launch, recorded
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.errors import BackendError
 from fp8kit.formats import bfloat16, float8_e4m3fn, float32
@@ -359,27 +359,3 @@ def test_an_override_is_never_passed_over(replacement: Any) -> None:
     with fk.override("amax", replacement):
         assert replays(dispatch.kernels(Device("cuda"))) is None
     assert replays(dispatch.kernels(Device("cuda"))) is not None
-
-
-def test_what_is_let_go_goes_from_the_end_and_ends_nobodys_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread's capture mode is relaxed meanwhile, as it was before afterwards, and a recording that goes does so."""
-    modes, gone = [0], []
-
-    def exchange(at: Any) -> int:
-        modes.append(at._obj.value)
-        at._obj.value = modes[-2]
-        return 0
-
-    class Thing:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __del__(self) -> None:
-            gone.append((self.name, modes[-1]))
-
-    monkeypatch.setattr(launch, "driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
-    made = device.Recording(Device("cuda", 0), Thing("graph"), (Thing("pool"), Thing("result")))
-    assert not gone
-    del made
-    assert gone == [("graph", 2), ("result", 2), ("pool", 2)]
-    assert modes == [0, 2, 0]

@@ -55,18 +55,27 @@ def test_contradictions_are_refused(sources: Path, text: str, said: str | None) 
         manifest.source("a.cu")
 
 
-def test_functions_that_start_early_are_known(sources: Path) -> None:
-    waits = KERNEL.format("g", "i64 n").replace("{}", "{ start_early(); }")
-    (sources / "a.cu").write_text("// functions: f, g, h\n" + KERNEL.format("f", "i64 n") + waits + KERNEL.format("h", "i64 n"))
-    assert manifest.source("a.cu").early == {"g"}
+EARLY = {
+    "{ start_early(); }": True,
+    "\n{\n  start_early();\n  x[0] = 1;\n}": True,
+    "{ const T first = x[0]; start_early(); }": False,
+    "{ if (n == 0) return; start_early(); }": False,
+    "{\n#if __CUDA_ARCH__ > 1000\n  start_early();\n#endif\n}": False,
+    "{ /* no start_early(); */ }": False,
+    "{}": False,
+}
 
 
-@pytest.mark.parametrize("entry", [entry for entry in manifest.sources() if entry.early], ids=lambda entry: entry.name)
-def test_what_starts_early_waits_before_all_else(entry: manifest.Source) -> None:
-    """And reads nothing by a pointer whose loads the compiler may do before."""
-    text = manifest.text(entry.name)
-    for function in entry.early:
-        body = text[text.index(f"{function}(") :]
-        head, body = body.split(") {\n", 1)
-        assert body.lstrip().startswith("start_early();"), function
-        assert "__restrict__" not in head, function
+@pytest.mark.parametrize("body", EARLY)
+def test_only_what_waits_before_all_else_starts_early(sources: Path, body: str) -> None:
+    text = KERNEL.format("g", "T* x, i64 n").replace("{}", body)
+    for pointer, early in (("T* x", EARLY[body]), ("const T* __restrict__ x", False)):
+        (sources / "a.cu").write_text("// functions: f, g, h\n" + KERNEL.format("f", "i64 n") + text.replace("T* x", pointer, 1)
+                                      + KERNEL.format("h", "i64 n"))
+        manifest.source.cache_clear()
+        assert manifest.source("a.cu").early == ({"g"} if early else set())
+
+
+def test_every_wait_of_the_sources_counts() -> None:
+    for entry in manifest.sources():
+        assert len(entry.early) == manifest.text(entry.name).count("start_early();"), entry.name

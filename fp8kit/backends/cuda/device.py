@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,18 +55,16 @@ def _want_no_capture(what: str) -> None:
 class Recording:
     """A captured CUDA graph, and whatever its work lies in: CuPy's own pool would hand that out again, so the graph has one of its own."""
 
-    __slots__ = ("__weakref__", "_device", "_held")
+    __slots__ = ("_device", "_graph", "_memory")
 
     def __init__(self, device: Device, graph: Any, memory: tuple[object, ...]) -> None:
-        self._device = device
-        self._held: list[Any] = [*memory, graph]
-        weakref.finalize(self, recorded.let_go, self._held).atexit = False
+        self._device, self._graph, self._memory = device, graph, memory
 
     def launch(self) -> None:
         """Do the captured work once, on the device's current stream. BackendError when CUDA refuses."""
         with launch.current_device(self._device.index):
             try:
-                self._held[-1].launch(_calls()[2](self._device.index))
+                self._graph.launch(_calls()[2](self._device.index))
             except RuntimeError as error:
                 raise BackendError(f"graph: {error}") from error
 
@@ -211,7 +208,7 @@ class CudaProvider:
                     graph = stream.end_capture()
                 except RuntimeError as error:
                     raise BackendError(f"graph: the function does what cannot be captured: {error}") from error
-            return result, Recording(device, graph, (pool, stream, dict(rooms), result))
+            return result, Recording(device, graph, (pool, stream, dict(rooms)))
 
     def native(self, view: ArrayView) -> Any:
         """See ``DeviceProvider``: a ``cupy.ndarray`` that keeps the view's owner alive. FP8 dtypes come as uint8."""

@@ -55,6 +55,7 @@ STREAM_AT = struct.calcsize("=7I4x")
 _ATTRIBUTES_AT = struct.calcsize("=7I4xQ")
 # CUlaunchAttribute: its number, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and 64 bytes of its value, 1
 _EARLY = (ctypes.c_uint32 * 18)(6, 0, 1)
+_EARLY_AT = ctypes.addressof(_EARLY)
 _EARLY_CAPABILITY, _EARLY_DRIVER = (9, 0), 12030  # captured graphs have it from CUDA 12.3 on
 _ATTRIBUTES = struct.Struct("=QI")
 _SLOTS = 64
@@ -268,7 +269,7 @@ def launch(
     except (struct.error, TypeError, IndexError):
         raise _unfit(kernel, (x, y, z), (i, j, k), args) from None
     if kernel.early:
-        _ATTRIBUTES.pack_into(room.memory, _ATTRIBUTES_AT, ctypes.addressof(_EARLY), 1)
+        _ATTRIBUTES.pack_into(room.memory, _ATTRIBUTES_AT, _EARLY_AT, 1)
     function, device = launcher()
     if device is None or device() == kernel.device:
         status = function(room.config, kernel.handle, room.tables[kernel.table], None)

@@ -147,17 +147,16 @@ class Recording:
                 held.clear()
                 return
             self._graph = partial(launch.runtime().graphLaunch, held[0].graphExec, self.stream)
-            weakref.finalize(self, let_go, held).atexit = False
+            weakref.finalize(self, _drop, held).atexit = False
             _graphed.add(self)
             self._kept = [step.kernel for step in self.steps if isinstance(step, _Launch)]
             self.steps, self._moved = [], []  # nobody comes back to them
 
 
-def let_go(held: list[Any]) -> None:
-    """Destroy graphs and free memory, to which nothing but the list refers, from its end on. The collector does so whenever it likes: it
-    must not end a capture of somebody else on this thread, as freeing memory would."""
+def _drop(graph: list[Any]) -> None:
+    """Destroy a graph, to which nothing but the list refers."""
     with _unsafe_calls():
-        held.clear()
+        graph.clear()
 
 
 @functools.cache

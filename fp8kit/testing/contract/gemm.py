@@ -71,7 +71,7 @@ def joining_slack(product: Array, dtype: DType, joined: Sequence[Array], device:
     lossy = device.kind != "cpu" and dtype is not float32
     rounded = np.abs(product) if joined else np.zeros(())
     if len(joined) > 1:
-        rounded = rounded + np.maximum(*(np.abs(product + part) for part in joined))
+        rounded = rounded + np.max([np.abs(product + part) for part in joined], axis=0)
     return np.asarray(lossy * epsilon(dtype) / 2 * rounded)
 
 

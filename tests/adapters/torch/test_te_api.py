@@ -212,7 +212,7 @@ def test_methods_about_groups_and_late_gradients(layer, tmp_path):
     try:
         alone = torch.distributed.group.WORLD
         made.set_tensor_parallel_group(alone)
-        made.set_context_parallel_group([alone, None], [0], None)
+        made.set_context_parallel_group((alone, None), [0], None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "get_world_size", lambda group: 2)
             for call in (made.set_tensor_parallel_group, lambda group: made.set_context_parallel_group(group, [0, 1], None)):
