@@ -17,8 +17,10 @@ GPU := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),cuda13)
 DEMO := $(VENV)/.installed-demo$(if $(GPU),-$(GPU))
 TEST := $(VENV)/.installed-test$(if $(GPU),-$(GPU))
 
-# XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without LLVM's expensive passes
-XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+# XLA compiles the JAX tests' programs, which run for milliseconds, and is half of their time: here without LLVM's expensive passes, and
+# without the emitters of fused loops that set up MLIR anew for each
+XLA := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
+       --xla_cpu_use_fusion_emitters=false
 
 # The tests start a hundred interpreters: bytecode is kept for them, also where the environment says otherwise, as those of containers do.
 BYTECODE := PYTHONDONTWRITEBYTECODE=

@@ -6,6 +6,7 @@ import ast
 import re
 import runpy
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ def printed(request, monkeypatch, capsys):
         runpy.run_path(str(path), run_name="__main__")
         return capsys.readouterr().out
 
-    return run
+    yield run
+    tracemalloc.stop()  # an example leaves it on, as a script may; it would make Python several times slower for all later tests
 
 
 def numbers(pattern, text):

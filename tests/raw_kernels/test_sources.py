@@ -1,5 +1,8 @@
-"""Every kernel source compiles in every variant for every architecture, without spilling registers or warning. No GPU is needed. What is
-compiled for float16 differs from bfloat16 in conversions alone: it is compiled for one architecture.
+"""Every kernel source compiles in every variant, without spilling registers or warning. No GPU is needed.
+
+Every variant is compiled for sm_90a. Each other architecture has variants with every value of every define, and every variant is compiled
+for at least one of them; with FP8KIT_PROPERTIES=1 for all. What is compiled for float16 differs from bfloat16 in conversions alone: it is
+compiled for sm_90a.
 
 The cubins are kept in pytest's cache, where a name is the digest of all that went into one (``fp8kit.backends.cuda.compile``): only what
 changed since the last run is compiled again.
@@ -7,14 +10,17 @@ changed since the last run is compiled again.
 
 from __future__ import annotations
 
+import collections
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from fp8kit.backends.cuda.compile import compile_cubin
 from fp8kit.raw_kernels import manifest
+from tests.properties.conftest import FACTOR
 
 ARCHITECTURES = ("sm_90a", "sm_89", "sm_100a")
 STATIC_SHARED = 48 * 1024
@@ -44,11 +50,36 @@ def note_use(path: Path) -> None:
 
 
 LIKE_OTHERS = {("T", "f16"), ("TILES", "e4m3"), ("TILES", "none")}  # what compiles much as another variant does
+
+
+def covering(variants: Sequence[manifest.Defines], chosen: Sequence[manifest.Defines] = ()) -> list[manifest.Defines]:
+    """``chosen``, and variants until every value of every define occurs: each time the one with the most values that did not occur yet, of
+    equals the one whose values occurred least."""
+    chosen = list(chosen)
+    missing = {part for variant in variants for part in variant}.difference(*chosen)
+    times = collections.Counter(part for variant in chosen for part in variant)
+    while missing:
+        chosen.append(max(variants, key=lambda variant: (len(missing.intersection(variant)), -sum(times[part] for part in variant))))
+        missing.difference_update(chosen[-1])
+        times.update(chosen[-1])
+    return chosen
+
+
+def variants_of(source: manifest.Source) -> dict[str, Sequence[manifest.Defines]]:
+    """What is compiled of a source for each architecture."""
+    first, second, third = ARCHITECTURES
+    rest = [variant for variant in source.variants if LIKE_OTHERS.isdisjoint(variant)]
+    if FACTOR or rest == [()]:
+        return {first: source.variants, second: rest, third: rest}
+    some = covering(rest)
+    return {first: source.variants, second: some, third: covering(rest, [variant for variant in rest if variant not in some])}
+
+
 VARIANTS = [
     pytest.param(source, variant, arch, id="-".join([source.name, *(value for _, value in variant), arch]))
     for source in manifest.sources()
-    for variant in source.variants
-    for arch in (ARCHITECTURES if LIKE_OTHERS.isdisjoint(variant) else ARCHITECTURES[:1])
+    for arch, variants in variants_of(source).items()
+    for variant in variants
 ]
 
 
@@ -67,3 +98,15 @@ def test_every_file_is_a_kernel_source_or_a_header() -> None:
     included = {header for path in manifest.FOLDER.glob("*.cu") for header in manifest.headers(path.name)}
     assert {path.name for path in manifest.FOLDER.glob("*.cuh")} == included
     assert {path.suffix for path in manifest.FOLDER.iterdir() if path.is_file()} == {".cu", ".cuh", ".py"}
+
+
+@pytest.mark.parametrize("source", manifest.sources(), ids=lambda source: source.name)
+def test_no_value_of_a_define_is_left_out(source: manifest.Source) -> None:
+    """But those of variants that compile much as another does. And no variant for sm_90a, nor any for both others."""
+    first, *others = variants_of(source).values()
+    assert set(first) == set(source.variants)
+    rest = {variant for variant in first if LIKE_OTHERS.isdisjoint(variant)}
+    assert set().union(*others) == rest
+    for some in others:
+        assert some
+        assert set().union(*some) == set().union(*rest)

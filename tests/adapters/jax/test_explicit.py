@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8kit.testing import assert_same_bits
-from tests.adapters.jax.test_sharding import BITS, CODES, MOVES, RECIPES, draw, near, two
+from tests.adapters.jax.test_sharding import BITS, CODES, MOVES, RECIPES, draw, mlp, near, squares, two
 
 
 def mesh():
@@ -25,11 +25,11 @@ def placed(args, specs):
 
 def check(function, args, specs, bound=BITS):
     """Value and gradients of the sum of squares, split and whole. Gradients come split as what they are gradients of."""
-    step = jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), tuple(range(len(args))))
-    want = jax.jit(step)(*args)
+    step = squares(function, len(args))
+    want = step(*args)
     with jax.set_mesh(mesh()):
         given = placed(args, specs)
-        compiled = jax.jit(step).lower(*given).compile()
+        compiled = step.lower(*given).compile()
         got = compiled(*given)
     jax.tree.map(lambda a, b: near(a, b, bound), got, want)
     for grad, own in zip(jax.tree.leaves(got[1]), jax.tree.leaves(given), strict=True):
@@ -43,9 +43,6 @@ def test_an_mlp_and_its_state(recipe):
     s, h, f = (64, 256, 1024) if recipe == "block" else (16, 64, 128)
     args = draw(0, 8, s, h), jnp.ones(h), draw(1, h, 2, f) / 8, draw(2, f, h) / 16, draw(3, 2, f), draw(4, h), two(recipe)
     specs = ("data",), (), (None, None, "tensor"), ("tensor",), (None, "tensor"), (), ()
-
-    def mlp(x, gamma, k1, k2, b1, b2, sets):
-        return fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
 
     got, want = check(mlp, args, specs, CODES if recipe == "block" else BITS)
     if recipe == "delayed":

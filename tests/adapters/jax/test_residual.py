@@ -69,7 +69,8 @@ def arguments(recipe, parts=1):
 
 
 def gradients(function, args, wanted=None):
-    wanted = tuple(range(len(args))) if wanted is None else wanted
+    if wanted is None:
+        return test_sharding.squares(function, len(args))(*args)
     return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), wanted))(*args)
 
 

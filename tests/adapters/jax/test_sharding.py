@@ -6,6 +6,7 @@ gradients of products see y by its FP8 codes, so that a rounding of y moves some
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import fp8kit_jax as fj
@@ -55,9 +56,15 @@ def near(got, want, bound):
     np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.abs(want).max())
 
 
+@functools.cache
+def squares(function, count):
+    """Value and gradients of the sum of squares, jitted: for whole arguments a function is compiled once, however it is split beside."""
+    return jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), tuple(range(count))))
+
+
 def check(function, args, specs, bound=BITS, gathers=False):
     """Value and gradients of the sum of squares, split and whole; the text of the split program."""
-    step = jax.jit(jax.value_and_grad(lambda *a: (function(*a) ** 2).sum(), tuple(range(len(args)))))
+    step = squares(function, len(args))
     compiled = step.lower(*placed(args, specs)).compile()
     jax.tree.map(lambda a, b: near(a, b, bound), compiled(*placed(args, specs)), step(*args))
     found = [kind for kind in MOVES if f" {kind}(" in compiled.as_text() or f" {kind}-start(" in compiled.as_text()]
@@ -73,6 +80,10 @@ ROWS, COLUMNS, JOINED = ("data",), (None, "tensor"), (None, None, "tensor")
 SIZES = {"block": (64, 256, 1024)}  # sequence, width, inner width: squares of 128 keep their scales in fours
 
 
+def mlp(x, gamma, k1, k2, b1, b2, sets):
+    return fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
+
+
 @pytest.mark.parametrize("axes", ["rows", "tensor", "both"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_mlp(recipe, axes):
@@ -81,9 +92,6 @@ def test_an_mlp(recipe, axes):
     args = draw(0, 8, s, h), jnp.ones(h), draw(1, h, 2, f) / 8, draw(2, f, h) / 16, draw(3, 2, f), draw(4, h), two(recipe)
     rows, tensor = axes != "tensor", axes != "rows"
     specs = [ROWS if rows else (), (), JOINED if tensor else (), ("tensor",) if tensor else (), COLUMNS if tensor else (), (), ()]
-
-    def mlp(x, gamma, k1, k2, b1, b2, sets):
-        return fj.layernorm_mlp(x, gamma, None, (k1, k2), (b1, b2), "rmsnorm", activation_type=("silu", "linear"), quantizer_sets=sets)
 
     check(mlp, args, specs, CODES if recipe == "block" else BITS)
 
