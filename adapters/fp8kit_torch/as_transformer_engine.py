@@ -11,11 +11,15 @@ from fp8kit_torch.te_names import as_transformer_engine
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program; 2 with a word on the usage where none is named."""
+    """Run the program; 2 with a word on the usage where none is named, or a file that is not there."""
     module = arguments[:1] == ["-m"]
     program = arguments[1:] if module else arguments
-    if not program:
-        print("usage: python -m fp8kit_torch.as_transformer_engine [-m module | script.py] args...", file=sys.stderr)
+    usage = "usage: python -m fp8kit_torch.as_transformer_engine [-m module | script.py] args..."
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(usage)
+        return 0
+    if not program or not (module or Path(program[0]).exists()):
+        print(f"{program[0]}: no such file\n{usage}" if program else usage, file=sys.stderr)
         return 2
     as_transformer_engine()
     sys.argv = program

@@ -35,6 +35,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
           "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook")
 
+# torch's layers that read their parts' parameters in inference, past the parts: (class, the attribute that allows it, its value without)
+_PAST_PARTS = ((nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0), (nn.TransformerEncoder, "use_nested_tensor", False))
+_ALLOWED = "_fp8kit_plain"  # where such a layer keeps the attribute's value meanwhile
+
 
 class _Converted(nn.Module):
     """What stands for a plain module: the same parameters, and the module itself, out of torch's sight."""
@@ -145,9 +149,12 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
 
     Parameters stay the same objects. Their dtype is float32, bfloat16 or float16; other modules, subclasses of the named ones (they may
     compute something else) and modules whose ``forward`` was replaced are left alone. Whether an RMSNorm of some library is one is found
-    out by running it on a few numbers, and modules on the meta device are not looked at. Outside of ``autocast`` a converted model computes
-    what it did. Convert before ``torch.compile``, DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would have to
-    be replaced; a UserWarning where nothing was replaced, neither now nor before.
+    out by running it on a few numbers, and modules on the meta device are not looked at. ``nn.MultiheadAttention`` keeps its projections:
+    they are no ``nn.Linear``. ``nn.TransformerEncoder`` leaves out its fast path, which would pass the layers by. Outside of ``autocast`` a
+    converted model computes what it did, up to the last bits, but no gradient of a gradient, not under ``torch.func``, nor in float64:
+    ``revert`` first, also before a ``state_dict`` for the plain model, since FP8 state is among its keys. Convert before ``torch.compile``,
+    DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would have to be replaced; a UserWarning where nothing was
+    replaced, neither now nor before.
     """
     module("convert", "model", model)
     if filter_fn is not None:
@@ -166,6 +173,11 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
                 continue
             swapped[child] = made()
         parent._modules[name] = swapped[child]
+    for layer in model.modules():
+        for kind, name, without in _PAST_PARTS:
+            if isinstance(layer, kind) and _ALLOWED not in vars(layer) and any(isinstance(part, _Converted) for part in layer.modules()):
+                vars(layer)[_ALLOWED] = getattr(layer, name)
+                setattr(layer, name, without)
     if not swapped and not any(isinstance(child, _Converted) for _, _, child, _ in places):
         why = f"; filter_fn left out {left} of its {len(places)} modules" if left else ""
         warnings.warn(f"convert: model: {type(model).__name__} has no layer that was replaced{why}: it computes as before", stacklevel=2)
@@ -179,6 +191,10 @@ def revert(model: nn.Module) -> nn.Module:
     for parent, name, child, _ in list(_children(model)):
         if isinstance(child, _Converted):
             parent._modules[name] = child.give_back()
+    for layer in model.modules():
+        for kind, name, _ in _PAST_PARTS:
+            if isinstance(layer, kind) and _ALLOWED in vars(layer):
+                setattr(layer, name, vars(layer).pop(_ALLOWED))
     return model
 
 

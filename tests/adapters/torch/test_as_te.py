@@ -212,8 +212,13 @@ def test_within_a_program(part, told):
     assert part not in told, told[part]
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m"]])
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["nosuch.py"]])
 def test_without_a_program_the_usage_is_said(arguments, capsys):
     assert importlib.import_module("fp8kit_torch.as_transformer_engine").main(arguments) == 2  # the door has a function of that name
     assert "usage" in capsys.readouterr().err
     assert "transformer_engine" not in sys.modules
+
+
+def test_help_is_the_usage(capsys):
+    assert importlib.import_module("fp8kit_torch.as_transformer_engine").main(["--help"]) == 0
+    assert "usage" in capsys.readouterr().out
