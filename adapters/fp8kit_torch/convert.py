@@ -175,7 +175,8 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
         parent._modules[name] = swapped[child]
     for layer in model.modules():
         for kind, name, without in _PAST_PARTS:
-            if isinstance(layer, kind) and _ALLOWED not in vars(layer) and any(isinstance(part, _Converted) for part in layer.modules()):
+            fast = isinstance(layer, kind) and name in vars(layer) and _ALLOWED not in vars(layer)
+            if fast and any(isinstance(part, _Converted) for part in layer.modules()):
                 vars(layer)[_ALLOWED] = getattr(layer, name)
                 setattr(layer, name, without)
     if not swapped and not any(isinstance(child, _Converted) for _, _, child, _ in places):

@@ -2,13 +2,15 @@
 // variants: ACT=gelu,qgelu,relu,silu,srelu,geglu,glu,qgeglu,reglu,sreglu,swiglu,clamped_swiglu; T=f32,bf16,f16; TILES=mixed
 // variants: ACT=gelu,qgelu,relu,silu,geglu,swiglu; T=bf16,f16; TILES=e4m3,e5m2,none
 //
-// y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either orientation, or both, with amax and column sums, in one pass.
+// y = ACT(x + bias), see fp8kit.backends.activation, and its gradient, written as T, as FP8 codes in either orientation, or both, with amax
+// and column sums, in one pass.
 //
 // A block walks `tiles` tiles of 64 rows x 128 columns, one below the other. A thread holds 4 rows x 8 columns of a tile: 16-byte reads,
 // 8 neighbouring codes of q a write; the transposed codes are turned in registers and pass through shared memory, so that q_t is written
 // 64 bytes a row. Elements outside x are read as 0 and give 0; rows outside are masked, since bias alone would not be 0 there. TILES=e4m3,
 // e5m2, none: only whole tiles of aligned arrays, wanted as codes of that format in both orientations, or for their amax and sums alone, not
-// as T. Nothing is asked there of an element; but the gradient of a gated activation still asks for its rows.
+// as T. Nothing is asked there of an element, and rows come through shared memory: where one has been used, the same row of the next tile
+// is on its way. The gradient of a gated activation, whose rows do not fit, still asks for them and reads them into registers.
 
 #include "rows.cuh"
 
@@ -62,7 +64,8 @@ struct plain {
 
 // The smooth activations are x * sigmoid(w(x)), with e = exp(-w): value = x / (1 + e), |error| <= 2**-21 |x|; -Inf gives -0 since x is
 // held finite there. Their slope is s + s x w'(x) (1 - s), s = 1 / (1 + e) and 1 - s = e s, which cancels nothing, |error| <= 2**-20; for 16
-// bits the difference does, with an error of 2**-22 |x w'(x)|, and costs less. x is clamped first to where exp(-w) is finite and the slope is within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
+// bits the difference does, with an error of 2**-22 |x w'(x)|, and costs less. x is clamped first to where exp(-w) is finite and the slope is
+// within 2**-110 of its limit 0 or 1, so Inf does not meet 0.
 // They rise where x > 0, as value / x does; value(1) > 0.7, and where x < 0 the value is within 0.3 of 0. So values of x up to H (1 - 2**-16),
 // H > 1, are below that of H, by more than both errors and before they are rounded.
 constexpr float LOG2_E = 1.4426950408889634f, LEAST = -3.0e38f, MOST_W = 80.0f;
@@ -144,11 +147,13 @@ constexpr int PARTS = ACT::gated ? 2 : 1;  // column halves of x that one column
 
 // Blocks that shall fit a multiprocessor: as many as the registers allow without spilling, for 4 x 8 elements of each array where those
 // do not pass through shared memory. Backward in float16, and that of relu, would spill one or two of 80 there.
-#if __CUDA_ARCH__ < 900
-constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : 2;
-#else
-constexpr int BWD_BLOCKS = sizeof(T) == 4 ? 3 - PARTS : PARTS == 1 ? (WHOLE && (Same<T, f16>::value || Same<ACT, relu>::value) ? 2 : 3) : __CUDA_ARCH__ == 900 ? 2 : 1;
-#endif
+static __device__ constexpr int bwd_blocks() {
+  if (sizeof(T) == 4) return 3 - PARTS;
+  if (__CUDA_ARCH__ < 900) return 2;
+  if (PARTS == 1) return WHOLE && (Same<T, f16>::value || Same<ACT, relu>::value) ? 2 : 3;
+  return __CUDA_ARCH__ == 900 ? 2 : 1;
+}
+constexpr int BWD_BLOCKS = bwd_blocks();
 constexpr int FWD_BLOCKS = sizeof(T) == 4 || PARTS == 2 ? 2 : 4;
 
 // Where the calling thread stands: 4 rows from `row`, 8 columns from `column` of y.
