@@ -83,7 +83,7 @@ def aside(monkeypatch: pytest.MonkeyPatch) -> _Stream:
     """The stream that graphs are captured from, and a driver and a runtime that take part."""
     stream = _Stream()
     monkeypatch.setattr(recorded, "_aside", lambda device: stream)
-    monkeypatch.setattr(recorded, "_unsafe_calls", contextlib.nullcontext)
+    monkeypatch.setattr(recorded, "unsafe_calls", contextlib.nullcontext)
     monkeypatch.setattr(recorded, "OFTEN", 2)
     monkeypatch.setattr(launch, "capturing", lambda handle: False)
     return stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,19 +53,47 @@ def _want_no_capture(what: str) -> None:
         raise BackendError(expected("graph", "function", what, wanted))
 
 
-class Recording:
-    """A captured CUDA graph, and whatever its work lies in: CuPy's own pool would hand that out again, so the graph has one of its own."""
+class Pool:
+    """Memory that a graph works in. CuPy's own pool would hand it out again, so the graph has one of its own; it lives as long as the graph
+    and any array that lies in it (a gradient that the step has left, say), whoever has that."""
 
-    __slots__ = ("_device", "_graph", "_memory")
+    def __init__(self, device: int) -> None:
+        self._device, self._pool = device, cupy().cuda.MemoryPool()
+        weakref.finalize(self, _free, self._device, self._pool).atexit = False
+
+    def malloc(self, size: int) -> Any:
+        """As CuPy's pools: memory that knows this pool. A tuple goes from its end, so the memory is back before the pool may go."""
+        memory, cuda = self._pool.malloc(size), cupy().cuda
+        return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, (self, memory), self._device), 0)
+
+
+def _free(device: int, pool: Any) -> None:
+    """Free a pool's memory, all of which is back."""
+    with recorded.unsafe_calls(), launch.current_device(device):
+        pool.free_all_blocks()
+
+
+def _let_go(held: list[Any]) -> None:
+    """Let go of a graph first and then of what it works in."""
+    with recorded.unsafe_calls():
+        while held:
+            held.pop()
+
+
+class Recording:
+    """A captured CUDA graph, and whatever its work lies in."""
+
+    __slots__ = ("__weakref__", "_device", "_held")
 
     def __init__(self, device: Device, graph: Any, memory: tuple[object, ...]) -> None:
-        self._device, self._graph, self._memory = device, graph, memory
+        self._device, self._held = device, [*memory, graph]
+        weakref.finalize(self, _let_go, self._held).atexit = False
 
     def launch(self) -> None:
         """Do the captured work once, on the device's current stream. BackendError when CUDA refuses."""
         with launch.current_device(self._device.index):
             try:
-                self._graph.launch(_calls()[2](self._device.index))
+                self._held[-1].launch(_calls()[2](self._device.index))
             except RuntimeError as error:
                 raise BackendError(f"graph: {error}") from error
 
@@ -190,7 +219,7 @@ class CudaProvider:
         library = cupy()
         with launch.current_device(device.index), scratch.apart() as rooms:
             library.get_default_memory_pool().free_all_blocks()  # what ran before has left room that the graph's own pool cannot take
-            pool, stream = library.cuda.MemoryPool(), library.cuda.Stream(non_blocking=True)
+            pool, stream = Pool(device.index), library.cuda.Stream(non_blocking=True)
             with library.cuda.using_allocator(pool.malloc), stream:
                 stream.begin_capture()  # relaxed: the pool may have to ask for memory
                 _thread.capturing = True

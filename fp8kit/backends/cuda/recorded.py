@@ -127,7 +127,7 @@ class Recording:
 
     def _capture(self) -> None:
         """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself is done."""
-        with _graphing, _unsafe_calls():
+        with _graphing, unsafe_calls():
             if self._graph is not None or len(_graphed) >= MOST_GRAPHS:
                 return
             try:
@@ -155,7 +155,7 @@ class Recording:
 
 def _drop(graph: list[Any]) -> None:
     """Destroy a graph, to which nothing but the list refers."""
-    with _unsafe_calls():
+    with unsafe_calls():
         graph.clear()
 
 
@@ -168,8 +168,9 @@ def _aside(device: int) -> Any:
 
 
 @contextmanager
-def _unsafe_calls() -> Iterator[None]:
-    """Within, this thread may make and destroy graphs while another one captures a stream of its own."""
+def unsafe_calls() -> Iterator[None]:
+    """Within, this thread may make and destroy graphs and free memory while it or another one captures a stream. The collector of
+    garbage does such things whenever it likes."""
     mode = ctypes.c_int(_RELAXED)
     launch.driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 
+import numpy as np
 import pytest
 import torch
 from fp8kit_torch import LayerNormMLP, Linear, TransformerLayer, autocast, make_graphed_callables
@@ -116,3 +118,38 @@ def test_a_cpu_has_no_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RecipeError, match="fp8_enabled"):
         make_graphed_callables(layer, (torch.randn(2, K),), enabled=True, fp8_enabled=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["counted", "collected"])
+def test_a_native_graph_that_is_let_go_does_not_end_a_capture(how):
+    """Its memory is freed and its graph destroyed, perhaps by the collector, while torch captures on this thread. A gradient that
+    it has left keeps its memory."""
+    layers = fk.nn.Sequential(*[fk.nn.Linear(K, n, device="cuda") for n in (K, K)], fk.nn.Linear(K, 3 * K, device="cuda"))
+    x, given = fk.tensor(np.ones((ROWS, K), np.float32), device="cuda"), torch.ones(4, device="cuda")
+
+    def step(x):
+        layers.zero_grad()
+        y = layers(x)
+        y.sum().backward()
+        return y
+
+    call = fk.graph(step)
+    for _ in range(4):
+        call(x)
+    wanted = [fk.arrays.as_view(p.grad).numpy().copy() for p in layers.parameters()]
+    if how == "collected":
+        call.self = call  # a cycle
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        del call
+        gc.collect()
+        gc.collect()
+        doubled = given * 2
+    graph.replay()
+    assert doubled.tolist() == [2.0] * 4
+    fk.tensor(np.full(2**22, np.nan, np.float32), device="cuda")  # whoever had freed memory would see it
+    for p, was in zip(layers.parameters(), wanted, strict=True):
+        assert_same_bits("gradient", fk.arrays.as_view(p.grad).numpy(), was)
+    layers.zero_grad()
+    gc.collect()

@@ -1,0 +1,126 @@
+"""Kernels that are launched before the one in front of them has ended see all that it writes: here it writes late, having let them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit import arrays
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda.device import provider
+from fp8kit.backends.protocol import Cast
+from fp8kit.formats import E4M3, bfloat16, float32, uint8
+from fp8kit.raw_kernels import manifest
+
+pytestmark = pytest.mark.gpu
+GPU = Device("cuda", 0)
+ROWS, COLUMNS = 512, 1024
+LATE = """
+extern "C" __global__ void late(unsigned* to, const unsigned* from, long long n) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const long long start = clock64();
+  while (clock64() - start < 400000) {}
+  for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) to[i] = from[i];
+}
+"""
+
+
+class Room:
+    """The arrays of a call beside x, made by the first call and used again by each other: nothing is then put on the stream for them."""
+
+    def __init__(self) -> None:
+        self.kept: list[ArrayView] = []
+        self.outputs: list[ArrayView] = []
+        self.next = 0
+
+    def _keep(self, make: Callable[[], ArrayView]) -> ArrayView:
+        if self.next == len(self.kept):
+            self.kept.append(make())
+        self.next += 1
+        return self.kept[self.next - 1]
+
+    def blank(self, *shape: int, dtype: Any = float32) -> ArrayView:
+        """An output."""
+
+        def make() -> ArrayView:
+            self.outputs.append(arrays.zeros(shape, dtype, GPU))
+            return self.outputs[-1]
+
+        return self._keep(make)
+
+    def ones(self, *shape: int, dtype: Any = bfloat16) -> ArrayView:
+        return self._keep(lambda: arrays.to(arrays.as_view(np.ones(shape, dtype.numpy)), GPU))
+
+    def space(self, size: int) -> ArrayView:
+        return self._keep(lambda: arrays.zeros((size,), uint8, GPU))
+
+    def cast(self) -> Cast:
+        q, q_t = self.blank(ROWS, COLUMNS, dtype=uint8), self.blank(COLUMNS, ROWS, dtype=uint8)
+        return Cast(E4M3, q, q_t, self.ones(1, dtype=float32), self.blank(1), self.blank(1))
+
+    def again(self) -> Room:
+        """Blank outputs, for the next call."""
+        for view in self.outputs:
+            provider.fill_zero(view, 0)
+        self.next = 0
+        return self
+
+
+Call = Callable[[Any, ArrayView, Room], None]
+CALLS: dict[str, Call] = {
+    "amax": lambda k, x, r: k.amax(x, r.blank(1), x.shape, 0),
+    "amax_many": lambda k, x, r: k.amax_many([x, x], [r.blank(1), r.blank(1)], 0),
+    "quantize_transpose": lambda k, x, r: k.quantize_transpose(
+        x, r.cast(), r.blank(COLUMNS, dtype=bfloat16), r.space(k.quantize_transpose_workspace(ROWS, COLUMNS)), 0),
+    "quantize_transpose_many": lambda k, x, r: k.quantize_transpose_many([x], [r.cast()], 0),
+    "act_fwd": lambda k, x, r: k.act_fwd(x, None, None, None, r.cast(), "gelu", (), 0),
+    "act_bwd": lambda k, x, r: k.act_bwd(
+        x, x, None, None, r.blank(COLUMNS, dtype=bfloat16), None, r.cast(), "gelu", (), r.space(k.act_bwd_workspace(ROWS, COLUMNS)), 0),
+    "norm_fwd": lambda k, x, r: k.norm_fwd(
+        x, r.ones(COLUMNS), r.ones(COLUMNS), None, r.blank(ROWS), r.blank(ROWS), None, r.cast(), "LayerNorm", 1e-5, False, 0),
+    "norm_bwd": lambda k, x, r: k.norm_bwd(
+        x, x, r.ones(COLUMNS), r.ones(ROWS, dtype=float32), r.ones(ROWS, dtype=float32), x, r.blank(ROWS, COLUMNS, dtype=bfloat16),
+        r.blank(COLUMNS, dtype=bfloat16), r.blank(COLUMNS, dtype=bfloat16), "LayerNorm", False,
+        r.space(k.norm_bwd_workspace(ROWS, COLUMNS)), 0),
+    "dropout_add": lambda k, x, r: k.dropout_add(x, None, x, r.blank(ROWS, COLUMNS, dtype=bfloat16), 0.0, None, 0),
+    "sum_rows": lambda k, x, r: k.sum_rows(x, r.blank(COLUMNS, dtype=bfloat16), r.space(k.column_sum_workspace(ROWS, COLUMNS)), 0),
+    "scale_from_amax": lambda k, x, r: k.scale_from_amax(
+        ArrayView(x.ptr, (16,), float32, GPU, x), r.blank(16), r.blank(16), 448.0, False, 0.0, 3e38, 0),
+}
+
+
+def test_every_early_kernel_has_a_call() -> None:
+    """update_delayed changes what it reads, and is left to the tests of whole steps."""
+    early = {function for entry in manifest.sources() for function in entry.early}
+    called = {f for name in CALLS for functions in manifest.USES[name].values() for f in functions}
+    assert early - called == {"update_delayed"}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "behind another"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_written_late_is_seen(name: str, again: bool) -> None:
+    import cupy
+
+    kernels, late = dispatch.kernels(GPU), cupy.RawKernel(LATE, "late")
+    values = np.random.default_rng(7).standard_normal((ROWS, COLUMNS)).astype(np.float32).astype(bfloat16.numpy)
+    source, x = (arrays.to(arrays.as_view(values), GPU) for _ in range(2))
+    room, most, found = Room(), arrays.zeros((1,), float32, GPU), []
+    CALLS[name](kernels, x, room)
+    for delayed in (False, True):
+        room.again()
+        if delayed:
+            provider.fill_zero(x, 0)
+        arrays.synchronize(GPU)
+        if delayed:
+            late((16,), (256,), (np.uintp(x.ptr), np.uintp(source.ptr), np.int64(ROWS * COLUMNS // 2)))
+        if again:  # an early kernel that itself stands behind the late one
+            kernels.amax(x, most, x.shape, 0)
+        CALLS[name](kernels, x, room)
+        arrays.synchronize(GPU)
+        found.append([view.numpy().tobytes() for view in room.outputs])
+    assert found[0] == found[1]
+    assert any(any(part) for part in found[0])
