@@ -42,12 +42,17 @@ _ENVIRONMENT_BYTES = 64  # fenv_t has at most 32 bytes on the platforms that JAX
 def register(name: str, handler: Callable[..., None], attributes: Sequence[str] = (), platform: str = "cpu") -> None:
     """Make ``handler`` the custom call ``name`` of XLA on a platform, "cpu" or "gpu", once a process.
 
-    ``handler(*views, *attributes)``: every argument and result of the call as an ArrayView, then the named attributes.
+    ``handler(*views, *attributes)``: every argument and result of the call as an ArrayView, whose memory is XLA's again when the call ends,
+    then the named attributes.
     """
+    arithmetic = _arithmetic(platform)
 
     def receive(*values: Any) -> None:
         count = len(values) - len(attributes)
-        handler(*(_view(value, platform) for value in values[:count]), *values[count:])
+        given = [_view(value, platform) for value in values[:count]] + list(values[count:])
+        values = ()  # as in _receiver
+        with arithmetic():
+            handler(*given)
 
     _register(name, receive, attributes, platform)
 
@@ -64,14 +69,13 @@ def shape_struct(meta: Meta) -> jax.ShapeDtypeStruct:
 
 def _view(tensor: Any, platform: str) -> ArrayView:
     device = CPU if platform == "cpu" else Device(PLATFORMS[platform], tensor.device.index)
-    return ArrayView(tensor.data_ptr(), tuple(tensor.shape), DTYPES[str(tensor.dtype)], device, tensor)
+    return ArrayView(tensor.data_ptr(), tuple(tensor.shape), DTYPES[str(tensor.dtype)], device, None)
 
 
 def _register(name: str, function: Callable[..., None], attributes: Sequence[str], platform: str, graphs: bool = False) -> None:
     spec = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
-    receive = _on_the_host(function) if platform == "cpu" else function
     options: dict[str, Any] = {"platform": platform, "pass_owned_tensor": True, "allow_cuda_graph": graphs}
-    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(receive), arg_spec=spec, **options)
+    jax_tvm_ffi.register_ffi_target(name, tvm_ffi.convert(function), arg_spec=spec, **options)
 
 
 # --- IEEE arithmetic on XLA's threads ---------------------------------------------------------------------------------
@@ -82,20 +86,21 @@ def _libm() -> ctypes.CDLL:
     return ctypes.CDLL(ctypes.util.find_library("m"))
 
 
-def _on_the_host(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` with the default floating-point environment of the C library (``fesetenv(FE_DFL_ENV)``), put back afterwards."""
-    default = ctypes.c_void_p(-1)
+@contextlib.contextmanager
+def _ieee() -> Iterator[None]:
+    """The default floating-point environment of the C library (``fesetenv(FE_DFL_ENV)``), put back afterwards."""
+    library, before = _libm(), ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    library.fegetenv(before)
+    library.fesetenv(ctypes.c_void_p(-1))
+    try:
+        yield
+    finally:
+        library.fesetenv(before)
 
-    def receive(*values: Any) -> None:
-        library, before = _libm(), ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
-        library.fegetenv(before)
-        library.fesetenv(default)
-        try:
-            function(*values)
-        finally:
-            library.fesetenv(before)
 
-    return receive
+def _arithmetic(platform: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The arithmetic of a platform's handlers, for the duration of a call."""
+    return _ieee if platform == "cpu" else contextlib.nullcontext
 
 
 # --- text as attributes -----------------------------------------------------------------------------------------------
@@ -210,18 +215,20 @@ def serve(prepare: Callable[[str, Device], Step]) -> None:
 
 def _receiver(prepare: Callable[[str, Device], Step], kind: str) -> Callable[..., None]:
     steps: dict[tuple[int, int, Device], Step] = {}
+    arithmetic = _arithmetic(kind)
 
     def receive(*values: Any) -> None:
         *tensors, low, high, words = values
         _flight.used = True
-        with _flight.one():
+        with _flight.one(), arithmetic():
             if kind == "cpu":
                 device, stream = CPU, 0
             else:
                 place = tensors[0].device
                 device, stream = Device(kind, place.index), tvm_ffi.get_raw_stream(place)
             pointers = [tensor.data_ptr() for tensor in tensors]
-            values, tensors, place = (), [], None  # XLA takes them back: an exception that an engine keeps must not hold them by this frame
+            # XLA takes them back: an exception that an engine keeps, Numba in cycles, keeps this frame too. No frame above may hold them
+            values, tensors, place = (), [], None
             key = (low, high, device)
             step = steps.get(key)
             if step is None:

@@ -34,13 +34,17 @@ def child(*args, **environment):
     return done.stdout.strip()
 
 
+KEEPING = 7.0
+keeping: list[ValueError] = []
+
+
 @dataclass(frozen=True)
 class PlusSpec:
     amount: float
 
 
 class Plus(Operation):
-    """y = x + amount; refuses amounts below 0 when it runs."""
+    """y = x / 2 + amount; refuses amounts below 0 when it runs, and keeps an exception at ``KEEPING``."""
 
     name = "test_plus"
 
@@ -53,6 +57,11 @@ class Plus(Operation):
     def forward(self, plan, inputs, outputs, saved, scratch, stream):
         if plan.spec.amount < 0:
             raise BackendError(expected("test_plus", "amount", plan.spec.amount, "a number >= 0"))
+        if plan.spec.amount == KEEPING:
+            try:
+                raise ValueError("kept")
+            except ValueError as error:
+                keeping.append(error)
         outputs["y"].numpy()[...] = inputs["x"].numpy() * np.float32(0.5) + np.float32(plan.spec.amount)
 
 
@@ -73,6 +82,13 @@ def test_an_error_in_a_handler_is_an_exception_and_nothing_more():
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"test_plus: amount: got -1\.0, expected a number >= 0"):
             fails(jnp.ones(3)).block_until_ready()
         np.testing.assert_array_equal(np.asarray(fj.apply(plus, PlusSpec(1.0), {"x": jnp.ones(3)})["y"]), 1.5)
+
+
+def test_an_exception_that_is_kept_keeps_none_of_xlas_memory():
+    """As Numba keeps some, in cycles: with the exception stay the frames above it and all that they hold."""
+    got = jax.jit(lambda x: fj.apply(plus, PlusSpec(KEEPING), {"x": x})["y"])(jnp.ones(3))
+    np.testing.assert_array_equal(np.asarray(got), KEEPING + 0.5)
+    assert keeping.pop().__traceback__.tb_frame.f_back is not None
 
 
 def test_threads_share_nothing():
