@@ -411,6 +411,8 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
     where = None if device is None else arrays.usable(device, "tensor", "device")
     if kind is not view.dtype:
         view = _convertible(view, kind)
+        if where is not None and where.kind != "cpu":
+            view = arrays.to(view, where)  # a GPU converts sooner than the host, which would load its engine for that
         out = arrays.empty(view.shape, kind, view.device)
         dispatch.kernels(view.device).copy(view, out, arrays.current_stream(view.device))
         view = out
