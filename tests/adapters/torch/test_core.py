@@ -126,9 +126,11 @@ def test_a_layer_waits_for_what_torchs_stream_does_before_it():
         y.backward(dy)
         return y.detach(), leaf.grad, layer.layernorm_mlp.fc1_weight.grad
 
-    x.copy_(values)
-    want = [t.clone() for t in step()]
     stream, raced = torch.cuda.Stream(), 0
+    x.copy_(values)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):  # torch warns of a graph that another stream has begun, which its thread may yet hold for a moment
+        want = [t.clone() for t in step()]
     for turn in range(12):
         x.zero_()
         torch.cuda.synchronize()
