@@ -1,7 +1,8 @@
 """From which size on FP8 pays: a layer of many hidden sizes and token counts, eager and as a captured graph.
 
-Most contenders keep their module over the numbers of tokens. Steps are timed in turn; the largest sizes get fewer rounds, so that the whole
-grid fits its time. Results are compared with the first contender's, whose own error the part ``layer`` measures.
+Most contenders keep their module over the numbers of tokens. Steps are timed in turn. The largest sizes come first and get fewer rounds; what
+they take beyond their share of the time costs the small ones rounds, of which these need less, so that the whole grid fits. Results are
+compared with the first contender's, whose own error the part ``layer`` measures.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fp8kit.bench.sizes import layer_of
 from fp8kit.bench.timing import Step, clock_for, interleaved, medians
 from fp8kit.recipe import Recipe
 
-SECONDS = 120.0  # for the whole grid
+SECONDS = 150.0  # for the whole grid
 Contenders = Callable[[Problem, Modules], Mapping[str, Contender]]
 
 
@@ -37,17 +38,17 @@ def breakeven_part(setting: Setting, contenders: Contenders = native_only) -> li
     """A row a cell and contender: ``gpu_ms`` and ``ratio`` to the first contender of the cell, of the same kind (eager, graph)."""
     own, modules = setting.within(SECONDS), Modules()
     cells = [(hidden, tokens) for hidden in setting.sizes.hidden for tokens in setting.sizes.tokens]
-    rows: list[Row] = []
-    for i, (hidden, tokens) in enumerate(cells):
+    found: list[list[Row]] = []
+    for hidden, tokens in reversed(cells):
         layer = layer_of(hidden, tokens)
         problem = Problem("TransformerLayer", layer[:3], layer.sequence, layer.batch, setting.device, setting.seed)
         workload = f"hidden {hidden}, {tokens} tokens"
         if own.left() <= 0:
-            rows.append({"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": NO_TIME})
+            found.append([{"workload": workload, "case": "all", "hidden": hidden, "tokens": tokens, "status": NO_TIME}])
             continue
-        place, seconds = {"hidden": hidden, "tokens": tokens}, own.left() / (len(cells) - i)
-        rows += _cell(workload, problem, contenders(problem, modules), own, seconds, place)
-    return rows
+        place, seconds = {"hidden": hidden, "tokens": tokens}, own.left() / (len(cells) - len(found))
+        found.append(_cell(workload, problem, contenders(problem, modules), own, seconds, place))
+    return [row for cell in reversed(found) for row in cell]
 
 
 def _cell(workload: str, problem: Problem, contenders: Mapping[str, Contender], setting: Setting, seconds: float,

@@ -29,16 +29,19 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 
 def roofline(path: Path, report: Report) -> None:
-    """Left: bytes a second of each memory-bound kernel, and of a copy of the same bytes. Right: each product's rate, and the best one's."""
-    picture = figure(figsize=(13, 6))
-    bandwidth, rate = picture.subplots(1, 2)
+    """A panel of bytes a second, of each memory-bound kernel and of a copy of the same bytes, and one of each product's rate and the best
+    one's; of these the measured."""
     kernels = [row for row in report.rows("kernels") if "tbps" in row]
-    _bars(bandwidth, [row["case"] for row in kernels], [row["tbps"] for row in kernels], [row["ceiling_tbps"] for row in kernels],
-          "10$^{12}$ bytes/s, read and written", "memory-bound kernels and a copy of the same bytes")  # fmt: skip
     gemms = [row for row in report.rows("gemm") if row["case"] == OURS and "tflops" in row]
     best = {row["product"]: row["tflops"] for row in report.rows("gemm") if row["case"] == BEST}
-    _bars(rate, [row["product"] for row in gemms], [row["tflops"] for row in gemms], [best.get(row["product"], math.nan) for row in gemms],
-          "TFLOP/s", "FP8 products and cuBLASLt's best algorithm")  # fmt: skip
+    bars = [([row["case"] for row in kernels], [row["tbps"] for row in kernels], [row["ceiling_tbps"] for row in kernels],
+             "10$^{12}$ bytes/s, read and written", "memory-bound kernels and a copy of the same bytes"),
+            ([row["product"] for row in gemms], [row["tflops"] for row in gemms],
+             [best.get(row["product"], math.nan) for row in gemms], "TFLOP/s", "FP8 products and cuBLASLt's best algorithm")]  # fmt: skip
+    bars = [given for given in bars if given[0]]
+    picture = figure(figsize=(6.5 * len(bars), 6))
+    for axes, given in zip(picture.subplots(1, len(bars), squeeze=False)[0], bars, strict=True):
+        _bars(axes, *given)
     picture.suptitle(f"Achieved and ceiling, {report.about.get('machine', '')}")
     picture.savefig(path, dpi=130)
 
@@ -49,7 +52,8 @@ def _bars(axes: Any, names: list[str], got: list[float], ceiling: list[float], u
     axes.plot(ceiling, places, linestyle="", marker="|", markersize=12, markeredgewidth=2, color=_COLOURS[1], label="ceiling")
     axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel=unit, title=title)
+    axes.set_xlabel(unit, loc="left")  # the legend is at the right
+    axes.set_title(title, fontsize=10)
     axes.grid(axis="x", alpha=0.25)
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right", bbox_to_anchor=(1.0, -0.06))
 
