@@ -5,6 +5,7 @@ Not for the hot path: constructors and the like. ``kind`` is the error's class.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -58,10 +59,19 @@ def choice(operation: str, name: str, value: Any, options: Iterable[str], kind: 
     return value
 
 
-def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = ArgumentError) -> Callable[..., Any]:
-    """Something to call."""
-    if not callable(value):
-        raise kind(expected(operation, name, shown(value), "a function"))
+def function(operation: str, name: str, value: Any, kind: type[Fp8kitError] = ArgumentError, takes: tuple[Any, ...] = (),
+             said: str = "a function") -> Callable[..., Any]:
+    """Something to call, with such arguments as ``takes`` where these are given."""
+    fits = callable(value)
+    if fits and takes:
+        try:
+            inspect.signature(value).bind(*takes)
+        except TypeError:
+            fits = False
+        except ValueError:  # a function that does not say what it takes
+            pass
+    if not fits:
+        raise kind(expected(operation, name, shown(value), said))
     return value  # type: ignore[no-any-return]
 
 

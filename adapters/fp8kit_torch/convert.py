@@ -158,7 +158,7 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     """
     module("convert", "model", model)
     if filter_fn is not None:
-        function("convert", "filter_fn", filter_fn)
+        function("convert", "filter_fn", filter_fn, takes=(model, ""), said="a function of a module and its name")
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
         raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: no layer can replace itself"))
     swapped: dict[nn.Module, nn.Module] = {}

@@ -330,7 +330,7 @@ def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None,
     check("quantized_model_init", {"enabled": flag, "preserve_high_precision_init_val": flag}, locals())
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
-        raise RecipeError(expected("quantized_model_init", "recipe", type(recipe).__name__, "a Recipe or None"))
+        raise RecipeError(expected("quantized_model_init", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling(), or None"))
     before = _thread.stack
     _thread.stack = [*before, Held(fp8_from_recipe(recipe), bool(preserve_high_precision_init_val)) if enabled else None]
     try:

@@ -1,8 +1,8 @@
 """From which size on FP8 pays: a layer of many hidden sizes and token counts, eager and as a captured graph.
 
-Most contenders keep their module over the numbers of tokens. Steps are timed in turn. The largest sizes come first and get fewer rounds; what
-they take beyond their share of the time costs the small ones rounds, of which these need less, so that the whole grid fits. Results are
-compared with the first contender's, whose own error the part ``layer`` measures.
+Most contenders keep their module over the numbers of tokens. Steps are timed in turn. The largest sizes come first and get fewer rounds;
+what they take beyond their share of the time costs the small ones rounds, of which these need less, so that the whole grid fits. Results
+are compared with the first contender's, whose own error the part ``layer`` measures.
 """
 
 from __future__ import annotations

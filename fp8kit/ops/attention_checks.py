@@ -86,7 +86,8 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
         meta = metas.get(name)
         if meta is None:
             if must:
-                raise ShapeError(expected("attention", name, None, f"{dtypes[0].name} {said} {why}"))
+                made = "" if spec.packed or not name.startswith("cu_seqlens") else "; a layer makes it of a padding mask (attention_mask)"
+                raise ShapeError(expected("attention", name, None, f"{dtypes[0].name} {said} {why}{made}"))
             continue
         if not may:
             raise ShapeError(expected("attention", name, f"shape {meta.shape}", f"None {why}"))

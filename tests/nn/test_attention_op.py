@@ -187,7 +187,7 @@ WRONG = {
     "batches": ({}, {"q": meta(13, 2, 32)}, ShapeError, "one batch size"),
     "dtype": ({}, {"q": meta(13, 3, 32, dtype="float64")}, FormatError, "q: got fp8kit.float64"),
     "mixed": ({}, {"k": meta(17, 3, 16, dtype="bfloat16")}, FormatError, "k: got fp8kit.bfloat16"),
-    "no_lengths": ({"mask": "padding"}, {}, ShapeError, "cu_seqlens_q: got None"),
+    "no_lengths": ({"mask": "padding"}, {}, ShapeError, "cu_seqlens_q: got None, .*a layer makes it of a padding mask"),
     "lengths_unheard": ({}, {"cu_seqlens_q": meta(4, dtype="int32")}, ShapeError, "cu_seqlens_q"),
     "lengths_int64": ({"mask": "padding"}, PADDED | {"cu_seqlens_kv": meta(4, dtype="int64")}, FormatError, "cu_seqlens_kv"),
     "lengths_short": ({"mask": "padding"}, PADDED | {"cu_seqlens_kv": meta(3, dtype="int32")}, ShapeError, "cu_seqlens_kv"),

@@ -12,7 +12,7 @@ from fp8kit_torch import autocast, convert, revert
 from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
 from torch import nn
 
-from fp8kit.errors import Fp8kitError
+from fp8kit.errors import ArgumentError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
 
@@ -158,6 +158,9 @@ def test_filters_copies_devices_and_what_is_left_alone():
         assert [type(m) for m in convert(others).modules()] == kinds
     with pytest.raises(Fp8kitError, match="model"):
         convert(nn.Linear(4, 4))
+    for wrong in (lambda module: True, 3):
+        with pytest.raises(ArgumentError, match=r"^convert: filter_fn: got .*, expected a function of a module and its name$"):
+            convert(nn.Sequential(nn.Linear(4, 4)), wrong)
 
 
 def test_a_conversion_of_nothing_is_told():
