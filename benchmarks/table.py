@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.targets import CALLABLES, shown
 from fp8kit.bench import report as reports
+from fp8kit.bench.problem import SAME_BITS
 from fp8kit.bench.report import Report, Row
 from fp8kit.errors import Fp8kitError, expected
 
@@ -14,7 +15,7 @@ RESULTS = ROOT / "benchmarks/results/h200/benchmarks.json"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 _CASES = (
     "torch eager bf16", "torch eager bf16, cuDNN attention", "torch.compile bf16",
-    "fp8kit native bf16", "fp8kit native FP8 delayed", "fp8kit native FP8 current", "fp8kit native FP8 block",
+    "fp8kit native bf16", "fp8kit native FP8 delayed", "fp8kit native FP8 current", "fp8kit native FP8 block", SAME_BITS,
     "fp8kit_torch bf16", "fp8kit_torch FP8 delayed", "fp8kit_torch FP8 current",
     "torch eager bf16, graph", "fp8kit native FP8 delayed, graph", "fp8kit_torch FP8 delayed, graph", CALLABLES,
     "Transformer Engine FP8 delayed", "torchao FP8 tensorwise, torch.compile", "fp8kit_jax FP8", "skeleton",

@@ -23,7 +23,7 @@ from benchmarks.torch_plain import plain
 from fp8kit.arrays import Device
 from fp8kit.bench.breakeven import native_door
 from fp8kit.bench.memory import Peak, pool_growth
-from fp8kit.bench.problem import RECIPES, Contender, Modules, Problem, Results, Running, native
+from fp8kit.bench.problem import RECIPES, SAME_BITS, Contender, Modules, Problem, Results, Running, native, same_bits
 from fp8kit.bench.report import Unavailable
 from fp8kit.bench.sizes import SIZES
 from fp8kit.recipe import Recipe
@@ -241,6 +241,8 @@ def contenders(problem: Problem, workload: str) -> Mapping[str, Contender]:
     for name in chosen:
         found[f"fp8kit_torch {name}"] = lambda p, recipe=RECIPES[name]: fp8kit_torch(p, recipe)
         found[f"fp8kit native {name}"] = lambda p, recipe=RECIPES[name]: native(p, recipe)
+    if layer and gpu and large:
+        found[SAME_BITS] = same_bits
     if gpu and workload in GRAPHED:
         found |= {GRAPH: lambda p: eager(p, captured=True),
                   "fp8kit native FP8 delayed, graph": lambda p: native(p, RECIPES["FP8 delayed"], graph=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from fp8kit import arrays, formats, nn
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.autocast import autocast
 from fp8kit.autograd import tensor
+from fp8kit.backends.dispatch import deterministic
 from fp8kit.bench import random
 from fp8kit.bench.report import Unavailable
 from fp8kit.formats import DType
@@ -25,6 +26,7 @@ Results = tuple[HostArray, HostArray]
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None, "FP8 delayed": DelayedScaling(), "FP8 current": Float8CurrentScaling(), "FP8 block": Float8BlockScaling(),
 }  # fmt: skip
+SAME_BITS = "fp8kit native FP8 delayed, deterministic"
 # the products that a gradient passes on its way through a module
 PRODUCTS = {"Linear": 1, "LayerNormMLP": 2, "TransformerLayer": 4}
 SAMPLE = 1024  # tokens whose results are compared
@@ -250,10 +252,23 @@ def bounds(case: str, kind: str) -> tuple[float, float]:
     return 2 * n**0.5 * forward, 2 * (n * (forward**2 + backward**2)) ** 0.5
 
 
+def same_bits(problem: Problem) -> Running:
+    """The native door under ``fk.deterministic()``: what that costs."""
+    with deterministic(True):
+        made = native(problem, RECIPES["FP8 delayed"])
+
+    def step() -> None:
+        with deterministic(True):
+            made.step()
+
+    return replace(made, step=step)
+
+
 def native_contenders(graph: bool = False) -> dict[str, Contender]:
-    """The native door with each recipe; with ``graph`` also captured, in bfloat16 and FP8."""
+    """The native door with each recipe; with ``graph`` also captured, in bfloat16 and FP8, and with the same bits every time."""
     found: dict[str, Contender] = {f"fp8kit native {name}": _native(recipe) for name, recipe in RECIPES.items()}
     if graph:
+        found[SAME_BITS] = same_bits
         found |= {f"fp8kit native {name}, graph": _native(RECIPES[name], True) for name in ("bf16", "FP8 delayed")}
     return found
 
