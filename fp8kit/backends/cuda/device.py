@@ -58,8 +58,7 @@ class Pool:
     and any array that lies in it (a gradient that the step has left, say), whoever has that."""
 
     def __init__(self, device: int) -> None:
-        self._device, self._pool = device, cupy().cuda.MemoryPool()
-        weakref.finalize(self, _free, self._device, self._pool).atexit = False
+        self._device, self._pool = device, cupy().cuda.MemoryPool(functools.partial(_piece, device))
 
     def malloc(self, size: int) -> Any:
         """As CuPy's pools: memory that knows this pool. A tuple goes from its end, so the memory is back before the pool may go."""
@@ -67,10 +66,22 @@ class Pool:
         return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, (self, memory), self._device), 0)
 
 
-def _free(device: int, pool: Any) -> None:
-    """Free a pool's memory, all of which is back."""
+class _Piece:
+    """Memory that a pool has asked the device for."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _piece(device: int, size: int) -> Any:
+    """A pool's allocator: memory that is freed when nobody has it any more, whatever is being captured then."""
+    pointer, cuda, owner = launch.runtime().malloc(size), cupy().cuda, _Piece()
+    weakref.finalize(owner, _free, device, pointer).atexit = False
+    return cuda.MemoryPointer(cuda.UnownedMemory(pointer, size, owner, device), 0)
+
+
+def _free(device: int, pointer: int) -> None:
     with recorded.unsafe_calls(), launch.current_device(device):
-        pool.free_all_blocks()
+        launch.runtime().free(pointer)
 
 
 def _let_go(held: list[Any]) -> None:
@@ -217,7 +228,7 @@ class CudaProvider:
         """Call ``function`` with the work that it puts on the device's current stream recorded instead of done: what it returns, and the
         recording. What it allocates on the device belongs to the recording. BackendError where it does what a graph cannot hold."""
         library = cupy()
-        with launch.current_device(device.index), scratch.apart() as rooms:
+        with recorded.unsafe_calls(), launch.current_device(device.index), scratch.apart() as rooms:
             library.get_default_memory_pool().free_all_blocks()  # what ran before has left room that the graph's own pool cannot take
             pool, stream = Pool(device.index), library.cuda.Stream(non_blocking=True)
             with library.cuda.using_allocator(pool.malloc), stream:

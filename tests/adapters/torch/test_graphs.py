@@ -121,10 +121,10 @@ def test_a_cpu_has_no_graphs(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["counted", "collected"])
+@pytest.mark.parametrize("how", ["counted", "collected", "outlived"])
 def test_a_native_graph_that_is_let_go_does_not_end_a_capture(how):
     """Its memory is freed and its graph destroyed, perhaps by the collector, while torch captures on this thread. A gradient that
-    it has left keeps its memory."""
+    it has left keeps its memory, which goes with the gradient, in a cycle: "outlived"."""
     layers = fk.nn.Sequential(*[fk.nn.Linear(K, K, device="cuda") for _ in range(3)])
     x, given = fk.tensor(np.ones((ROWS, K), np.float32), device="cuda"), torch.ones(4, device="cuda")
 
@@ -141,16 +141,22 @@ def test_a_native_graph_that_is_let_go_does_not_end_a_capture(how):
     cycle = [call]
     if how == "collected":
         cycle.append(cycle)
+    elif how == "outlived":
+        cycle = [layers]
+        cycle.append(cycle)
+        del call, step, layers
     gc.collect()  # graphs of torch's own that others have left: these do end a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        del call, cycle
+        call = cycle = None
         gc.collect()
         gc.collect()
         doubled = given * 2
     graph.replay()
     assert doubled.tolist() == [2.0] * 4
     fk.tensor(np.full(2**22, np.nan, np.float32), device="cuda")  # whoever had freed memory would see it
+    if how == "outlived":
+        return
     for p, was in zip(layers.parameters(), wanted, strict=True):
         assert_same_bits("gradient", fk.arrays.as_view(p.grad).numpy(), was)
     layers.zero_grad()
