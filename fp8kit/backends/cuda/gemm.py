@@ -1,9 +1,9 @@
 """The contract's matrix products on cuBLASLt.
 
-A call looks its plan up by shapes, strides and dtypes and launches it. An FP8 product whose sizes are not multiples of 16, which cuBLASLt
-cannot write directly, goes through float32 and one small kernel, which adds bias and addend, too, so that it is rounded once. A bias that
-cuBLASLt does not take is added by that kernel afterwards. ``timed``: by the fastest of cuBLASLt's algorithms instead of the first
-(``algorithms``).
+A call looks its plan up by shapes, strides and dtypes and launches it. An FP8 product that cuBLASLt cannot write directly, since its sizes,
+or its rows' addresses in bytes, are not multiples of 16, goes through float32 and one small kernel, which adds bias and addend, too, so
+that it is rounded once. A bias that cuBLASLt does not take is added by that kernel afterwards. ``timed``: by the fastest of cuBLASLt's
+algorithms instead of the first (``algorithms``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def gemm(a: ArrayView, b: ArrayView, out: ArrayView, layout: Layout, bias: Array
 def fp8_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_format: Format, a_scale_inv: ArrayView, b_scale_inv: ArrayView,
              bias: ArrayView | None, addend: ArrayView | None, fast_accumulate: bool, workspace: ArrayView | None, stream: int,
              timed: bool = False) -> None:
-    """See ``backends.protocol``. Where the sizes are not multiples of 16, the workspace must have ``fp8_gemm_workspace`` bytes.
+    """See ``backends.protocol``. Where the sizes are not multiples of 16, the workspace must have ``fp8_gemm_workspace`` bytes, and where
+    out's rows are not at such addresses, M N floats more.
 
     BackendError when cuBLASLt is missing or refuses, for formats other than E4M3 and E5M2, and for a workspace that is too small.
     """
@@ -88,7 +89,8 @@ def scaled_gemm(a: ArrayView, b: ArrayView, out: ArrayView, a_format: Format, b_
         wanted = WORKSPACE + 4 * padded_m * padded_n
         if workspace is None or workspace.shape[0] < wanted:
             got = "None" if workspace is None else f"{workspace.shape[0]} bytes"
-            raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {(m, n)}"))
+            why = f"{(m, n)} at address {out.ptr:#x}, rows {out_stride * out.dtype.itemsize} bytes apart"
+            raise BackendError(expected("fp8_gemm", "workspace", got, f"at least {wanted} bytes for an output of {why}"))
         product = workspace.ptr + WORKSPACE
     scales = a_scale_inv.ptr, b_scale_inv.ptr
     bias_ptr, added = (0, 0) if unfit else (bias_ptr, _added(addend, out, True, stream))

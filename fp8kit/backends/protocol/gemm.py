@@ -49,7 +49,8 @@ class Products(Protocol):
         out: h (M, N), Mp - 16 < M <= Mp, Np - 16 < N <= Np: rows and columns beyond are not computed into it. scale_inv: float32 [1], or
         [Mp] and [Np] (row scaling, both). bias: out's dtype (N,) or None. fast_accumulate lets the engine accumulate in the tensor cores'
         own width (Hopper: 14 bits); False promotes to float32 regularly (split accumulator). Not both E5M2. a, b and the scales are 16-byte
-        aligned. addend, and rounding where it or a bias joins: as in ``gemm``."""
+        aligned, and so are out's rows, or the workspace has 4 M N bytes more. addend, and rounding where it or a bias joins: as in
+        ``gemm``."""
 
     def block_gemm(
         self,

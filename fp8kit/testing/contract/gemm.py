@@ -18,7 +18,7 @@ from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends.protocol import Kernels, Layout
 from fp8kit.formats import E4M3, E5M2, HIGH_PRECISION, DType, Format, bfloat16, float16, float32
 from fp8kit.testing.compare import assert_close, epsilon, sum_slack
-from fp8kit.testing.contract import get, put, workspace
+from fp8kit.testing.contract import put, workspace
 from fp8kit.testing.contract.elementwise import Array, draw, hole, host, spread, table, wide
 
 LAYOUTS: tuple[Layout, ...] = ("nt", "nn", "tn")
@@ -89,8 +89,8 @@ def fp8_slack(magnitude: Array, terms: int, fast: bool, device: Device) -> Array
 
 
 def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_format: Format = E4M3, fast: bool = False,
-         bias: bool = False, add: str = "", by_row: bool = False,
-         odd: bool = False) -> Callable[[Kernels, Device], None]:
+         bias: bool = False, add: str = "", by_row: bool = False, odd: bool = False,
+         gap: int = 0) -> Callable[[Kernels, Device], None]:
     def run(kernels: Kernels, device: Device) -> None:
         m, n, k = sizes
         m_padded, n_padded = -(-m // 16) * 16, -(-n // 16) * 16
@@ -98,12 +98,12 @@ def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_f
         shift, before = draw(3, (n,), dtype), draw(4, (m, n), dtype)
         count = (m_padded, n_padded) if by_row else (1, 1)
         a_scale, b_scale = (np.random.default_rng(5 + i).uniform(0.01, 0.1, c).astype(np.float32) for i, c in enumerate(count))
-        out, check = hole((m, n), dtype, device, 0)
-        addend = misplaced(before, device) if odd else added(add, before, out, kernels)
+        out, check = hole((m, n), dtype, device, gap)
+        addend = misplaced(before, device) if odd else added(add, before, out, kernels, gap)
         own_bias = (misplaced if odd else put)(shift, device) if bias else None
+        space = kernels.fp8_gemm_workspace(m, n) + (4 * m * n if gap else 0)
         kernels.fp8_gemm(put(a, device), put(b, device), out, a_format, b_format, put(a_scale, device), put(b_scale, device),
-                         own_bias, addend, fast,
-                         workspace(kernels.fp8_gemm_workspace(m, n), device), 0)
+                         own_bias, addend, fast, workspace(space, device), 0)
         left = codec.decode(a, a_format) * wide(a_scale)[:, None]
         right = codec.decode(b, b_format) * wide(b_scale)[:, None]
         reference, magnitude = left[:m] @ right[:n].T, np.abs(left[:m]) @ np.abs(right[:n]).T
@@ -111,7 +111,7 @@ def _fp8(dtype: DType, sizes: tuple[int, int, int], a_format: Format = E4M3, b_f
         slack = fp8_slack(magnitude, k, fast, device) + joining_slack(reference, dtype, joined, device)
         for part in joined:
             reference, slack = reference + part, slack + sum_slack(np.abs(part), 1)
-        assert_close("out", get(out), reference, dtype, slack)
+        assert_close("out", host(out), reference, dtype, slack)
         check()
 
     return run
@@ -140,6 +140,8 @@ CASES = [
                     for d in HIGH_PRECISION for y in LAYOUTS}),
     *table("fp8_gemm", {f"{d.name}-{n[0]}x{n[1]}-bias-odd": _fp8(d, n, bias=True, add="add", odd=True)
                         for d in HIGH_PRECISION for n in ((48, 32, 64), (17, 33, 64))}),
+    *table("fp8_gemm", {f"{d.name}-strided-{add}": _fp8(d, (48, 32, 64), bias=True, add=add, gap=3)
+                        for d in HIGH_PRECISION for add in ADDED}),
     *table("fp8_gemm", {f"{d.name}-bias-E5M2": _fp8(d, (48, 32, 64), E5M2, E4M3, bias=True) for d in HIGH_PRECISION}),
     *table("fp8_gemm", {f"{d.name}-rows-{n[0]}x{n[1]}": _fp8(d, n, by_row=True) for d in HIGH_PRECISION
                         for n in ((32, 48, 64), (17, 33, 32))}),

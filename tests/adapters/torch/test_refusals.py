@@ -278,6 +278,22 @@ def test_an_optimizer_whose_parameter_was_exchanged_takes_no_step(device, make):
     assert state_of(optimizer) == before
 
 
+def test_a_main_grad_at_an_odd_address(device):
+    """cuBLASLt's FP8 products write at multiples of 16 bytes alone; the CPU engine anywhere."""
+    module = made(lambda d: layer(d, fuse_wgrad_accumulation=True), device)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.zeros(parameter.numel() + 1, device=device)[1:].view(parameter.shape)
+    before = whole_state(module)
+    with ft.autocast(enabled=True, recipe=RECIPE):
+        if device == "cpu":
+            module(placed(X, device)).sum().backward()
+            assert all(weight.main_grad.any() for weight in (module.layernorm_mlp.fc1_weight, module.self_attention.proj.weight))
+            return
+        with pytest.raises(Fp8kitError, match=r"\.main_grad: got address 0x[0-9a-f]+, expected a multiple of 16 bytes"):
+            module(placed(X, device))
+    assert whole_state(module) == before
+
+
 def test_a_missing_main_grad_is_found_before_the_layer_runs(device):
     module = made(lambda d: layer(d, fuse_wgrad_accumulation=True), device)
     for parameter in module.parameters():
