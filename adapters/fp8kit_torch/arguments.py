@@ -118,7 +118,7 @@ def want_like(module: torch.nn.Module | None, x: Tensor) -> None:
 
 def want_input(operation: str, argument: str, value: Any, features: int, qkv_format: str | None = None) -> Tensor:
     """A tensor whose last dimension is ``features``, and that has the dimensions of ``qkv_format``. Fp8kitError kinds otherwise."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         tensor(operation, argument, value)
     if value.ndim < 1 or value.shape[-1] != features:
         raise ShapeError(expected(operation, argument, f"shape {tuple(value.shape)}", f"a last dimension of {features}"))

@@ -31,12 +31,17 @@ def shown(value: Any) -> str:
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
+_NESTED = " (nn.TransformerEncoder makes nested ones in inference: convert it, not its layers alone)"
+
+
 def tensor(operation: str, name: str, value: Any) -> torch.Tensor:
-    """A dense tensor of any shape and dtype. ArgumentError for what is none, FormatError for a sparse one."""
+    """A dense tensor of any shape and dtype. ArgumentError for what is none, FormatError for a sparse or nested one."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(expected(operation, name, shown(value), "a torch.Tensor"))
     if value.layout is not torch.strided:
         raise FormatError(expected(operation, name, value.layout, "a dense tensor"))
+    if value.is_nested:
+        raise FormatError(expected(operation, name, "a nested tensor", f"a dense tensor{_NESTED}"))
     return value
 
 

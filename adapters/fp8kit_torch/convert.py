@@ -150,7 +150,8 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     Parameters stay the same objects. Their dtype is float32, bfloat16 or float16; other modules, subclasses of the named ones (they may
     compute something else) and modules whose ``forward`` was replaced are left alone. Whether an RMSNorm of some library is one is found
     out by running it on a few numbers, and modules on the meta device are not looked at. ``nn.MultiheadAttention`` keeps its projections:
-    they are no ``nn.Linear``. ``nn.TransformerEncoder`` leaves out its fast path, which would pass the layers by. Outside of ``autocast`` a
+    they are no ``nn.Linear``. ``nn.TransformerEncoder`` leaves out its fast path, which would pass the layers by, and which sets padded
+    positions to 0; convert it whole: over layers converted alone it keeps that path. But for these positions, outside of ``autocast`` a
     converted model computes what it did, up to the last bits, but no gradient of a gradient, not under ``torch.func``, nor in float64:
     ``revert`` first, also before a ``state_dict`` for the plain model, since FP8 state is among its keys. Convert before ``torch.compile``,
     DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would have to be replaced; a UserWarning where nothing was

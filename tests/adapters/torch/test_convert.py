@@ -12,7 +12,7 @@ from fp8kit_torch import autocast, convert, revert
 from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
 from torch import nn
 
-from fp8kit.errors import ArgumentError, Fp8kitError
+from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
 from fp8kit.testing.compare import assert_same_bits, relative_error
 
@@ -342,3 +342,7 @@ def test_an_encoder_computes_in_fp8_in_inference_too(device, padded):
     assert 1e-3 < relative_error(fp8[:, seen].cpu().numpy(), plain[:, seen].cpu().numpy()) < 0.125
     with torch.no_grad():
         assert_same_bits("reverted", revert(model)(x, **given).cpu().numpy(), plain.cpu().numpy())
+        if padded:
+            convert(model.layers)
+            with pytest.raises(FormatError, match=r"got a nested tensor, .* convert it, not its layers alone"):
+                model(x, **given)
