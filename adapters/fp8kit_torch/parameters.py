@@ -32,8 +32,8 @@ def default_device() -> torch.device:
         return torch.get_default_device()
     said = settings.device()
     if said:
-        where = arrays.usable(said, "environment", "FP8KIT_DEVICE")
-        return torch.device(where.kind) if where.kind == "cpu" else torch.device(where.kind, where.index)
+        arrays.usable(said, "environment", "FP8KIT_DEVICE")
+        return torch.device(said)  # without an index torch's current one
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -207,6 +207,10 @@ def test_where_layers_lie_when_nobody_says(monkeypatch):
         assert default_device().type == "cpu"
     finally:
         torch.set_default_device(None)
+    monkeypatch.setenv("FP8KIT_DEVICE", "cuda")
+    with monkeypatch.context() as usable:
+        usable.setattr("fp8kit.arrays.usable", lambda *said: None)
+        assert default_device() == torch.device("cuda")  # torch's current one, which a process of several has set
     monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
     assert default_device().type == "cpu"
     monkeypatch.setenv("FP8KIT_DEVICE", "cuda:99")
