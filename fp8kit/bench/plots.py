@@ -19,7 +19,7 @@ _COLOURS = ("#3b6ea8", "#d1662c", "#3c8d5a", "#8a5fa8", "#a8873b", "#555555")
 def draw(report: Report, folder: Path) -> list[Path]:
     """The pictures that the report has figures for, as PNG files in ``folder``. BackendError where matplotlib is missing."""
     made = []
-    if any(key in row for part, key in (("kernels", "tbps"), ("gemm", "tflops")) for row in report.rows(part)):
+    if _kernels(report) or _products(report):
         made.append(folder / "roofline.png")
         roofline(made[-1], report)
     if any("ratio" in row for row in report.rows("breakeven")):
@@ -28,11 +28,18 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return made
 
 
+def _kernels(report: Report) -> list[Row]:
+    return [row for row in report.rows("kernels") if "tbps" in row]
+
+
+def _products(report: Report) -> list[Row]:
+    return [row for row in report.rows("gemm") if row["case"] == OURS and "tflops" in row]
+
+
 def roofline(path: Path, report: Report) -> None:
     """A panel of bytes a second, of each memory-bound kernel and of a copy of the same bytes, and one of each product's rate and the best
     one's; of these the measured."""
-    kernels = [row for row in report.rows("kernels") if "tbps" in row]
-    gemms = [row for row in report.rows("gemm") if row["case"] == OURS and "tflops" in row]
+    kernels, gemms = _kernels(report), _products(report)
     best = {row["product"]: row["tflops"] for row in report.rows("gemm") if row["case"] == BEST}
     bars = [([row["case"] for row in kernels], [row["tbps"] for row in kernels], [row["ceiling_tbps"] for row in kernels],
              "10$^{12}$ bytes/s, read and written", "memory-bound kernels and a copy of the same bytes"),

@@ -21,7 +21,9 @@ GPU = Device("cuda", 0)
 ROWS, COLUMNS = 512, 1024
 LATE = """
 extern "C" __global__ void late(unsigned* to, const unsigned* from, long long n) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
   const long long start = clock64();
   while (clock64() - start < 400000) {}
   for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) to[i] = from[i];
