@@ -16,7 +16,7 @@ from fp8kit.backends import dispatch
 from fp8kit.backends.discovery import PLUGIN_MODULES_ENV
 from fp8kit.backends.policy import SelectionPolicy
 from fp8kit.backends.protocol import KERNELS
-from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, status_of, warmup
+from fp8kit.commands import FAILED, Parser, bench, device_of, folder, kernels, plugins, positive, said, seed, status_of, warmup
 from fp8kit.errors import Fp8kitError
 from fp8kit.models.presets import PRESETS, preset
 
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     for trains in (demo, train):
         trains.add_argument("--steps", type=positive, metavar="N", help="optimiser steps (the preset's)")
         trains.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (cuda where usable, else cpu)")
-        trains.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (%(default)s)")
+        trains.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights and batches (%(default)s)")
 
     for own in (bench, warmup, plugins, kernels):
         own.add(commands)

@@ -34,13 +34,13 @@ CPU = Device("cpu", 0)
 
 
 def device(value: object, operation: str = "device", argument: str = "value") -> Device:
-    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1". BackendError for anything else, about ``argument`` of
-    ``operation``."""
+    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of such a name. BackendError for anything
+    else, about ``argument`` of ``operation``."""
     if isinstance(value, Device):
         return value
-    if isinstance(value, str):
-        kind, _, at = value.partition(":")
-        if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)):
+    if isinstance(value, str) or type(value).__name__ == "device":
+        kind, _, at = str(value).partition(":")
+        if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)) and (kind != "cpu" or not int(at or 0)):
             return Device(kind, int(at or 0))
     raise BackendError(expected(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))
 

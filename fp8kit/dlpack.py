@@ -79,6 +79,7 @@ class DLManagedTensorVersioned(ctypes.Structure):
 
 
 _WANTED = "an array that DLPack hands over"
+_TRACED = "an array; a traced value has no memory yet, and fp8kit_jax has functions of these"
 _Managed = DLManagedTensor | DLManagedTensorVersioned
 
 # capsule name -> (struct, name after a consumer has taken it)
@@ -152,7 +153,8 @@ def import_(array: Any) -> ArrayView:
     try:
         code, index = map(int, array.__dlpack_device__())
     except Exception as error:  # the producer's own kinds: whatever they are, there is no array here
-        raise FormatError(expected("dlpack", "array", f"{type(array).__name__} that does not say its device ({error})", _WANTED)) from error
+        wanted = _TRACED if type(array).__name__.endswith("Tracer") else _WANTED
+        raise FormatError(expected("dlpack", "array", f"{type(array).__name__} that does not say its device ({error})", wanted)) from error
     if code not in _DEVICE_KINDS:
         raise BackendError(expected("dlpack", "device", f"type {code}", f"one of {', '.join(_DEVICE_CODES)}"))
     where = arrays.Device(_DEVICE_KINDS[code], index)

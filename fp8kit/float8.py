@@ -54,7 +54,7 @@ def quantize(x: Any, format: Format = E4M3, scale: Any = None, scaling: str = "t
     try:
         view = arrays.as_view(x, "quantize", "x")
     except FormatError:
-        if not hasattr(x, "dtype"):
+        if not hasattr(x, "dtype") or str(x.dtype).removeprefix("torch.") in _FLOATS:
             raise
         raise FormatError(expected("quantize", "x", x.dtype, f"one of {', '.join(_FLOATS)}")) from None
     if view.dtype.name not in _FLOATS:  # of the dtypes that arrays may have this takes few

@@ -7,6 +7,7 @@ OCP Microscaling Formats 1.0 (E2M1, E8M0), dlpack.h 1.1, XLA's xla_data.proto, C
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8kit.arguments import flag, integer, shown
-from fp8kit.errors import FormatError, expected
+from fp8kit.errors import FormatError, expected, meant
 
 Special = Literal["ieee", "fn", "none"]
 
@@ -156,6 +157,9 @@ class DType:
     def __repr__(self) -> str:
         return f"fp8kit.{self.name}"
 
+    def __str__(self) -> str:
+        return self.name
+
     def __reduce__(self) -> str:
         return self.name
 
@@ -185,13 +189,23 @@ float4_e2m1fn = _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, (17, 4), 32, 33, 
 
 DTYPES = {d.name: d for d in list(globals().values()) if isinstance(d, DType)}
 _BY_NUMPY = {d.numpy: d for d in DTYPES.values()}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32"}  # not taken
 _BY_DLPACK = {d.dlpack: d for d in DTYPES.values()}
 HIGH_PRECISION = (float32, bfloat16, float16)
 
 
-def dtype(value: object, operation: str = "dtype", argument: str = "value") -> DType:
-    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's dtypes. FormatError otherwise,
-    about ``argument`` of ``operation``."""
+def dtype(value: object, operation: str = "dtype", argument: str = "value", among: Collection[DType] = ()) -> DType:
+    """The DType that ``value`` names: a DType, its name, anything that ``numpy.dtype`` takes, or torch's dtypes. FormatError otherwise, and
+    for one that is not ``among`` those that are wanted, about ``argument`` of ``operation``."""
+    found = _named(value)
+    if found is None or (among and found not in among):
+        known = [kind.name for kind in among] or list(DTYPES)
+        near = meant(_SHORT.get(value, value), known) if found is None and isinstance(value, str) else ""
+        raise FormatError(expected(operation, argument, shown(value) if found is None else found, f"one of {', '.join(known)}{near}"))
+    return found
+
+
+def _named(value: object) -> DType | None:
     if isinstance(value, DType):
         return value
     name = value if isinstance(value, str) else str(value).removeprefix("torch.")
@@ -199,10 +213,10 @@ def dtype(value: object, operation: str = "dtype", argument: str = "value") -> D
         return DTYPES[name]
     try:
         if hasattr(value, "__array__") and not isinstance(value, type):  # an array is none, though NumPy may take its dtype
-            raise TypeError
-        return _BY_NUMPY[np.dtype(value)]  # type: ignore[call-overload]
-    except (TypeError, KeyError, ValueError, SyntaxError):
-        raise FormatError(expected(operation, argument, shown(value), f"one of {', '.join(DTYPES)}")) from None
+            return None
+        return _BY_NUMPY.get(np.dtype(value))  # type: ignore[call-overload]
+    except (TypeError, ValueError, SyntaxError):
+        return None
 
 
 def dtype_from_dlpack(code: int, bits: int) -> DType:

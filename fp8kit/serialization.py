@@ -118,8 +118,10 @@ def save(path: str | os.PathLike[str], module: Stateful | Mapping[str, Any], met
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(beside):  # a name of ours, which says nothing to whoever asked
+            raise type(error)(error.errno, error.strerror, str(target)) from None
         raise
     _flush_folder(target.parent)
 

@@ -82,9 +82,7 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
     if hidden % heads:
         raise ShapeError(expected("warmup", "hidden", hidden, f"a multiple of {heads} heads"))
     count = len(os.sched_getaffinity(0)) if threads is None else integer("warmup", "threads", threads, 1, 1024)
-    kind = formats.dtype(dtype, "warmup", "dtype")
-    if kind not in formats.HIGH_PRECISION:
-        raise FormatError(expected("warmup", "dtype", kind, ", ".join(d.name for d in formats.HIGH_PRECISION)))
+    kind = formats.dtype(dtype, "warmup", "dtype", formats.HIGH_PRECISION)
     choice("warmup", "activation", activation, ACTIVATIONS, FormatError)
     rule = DelayedScaling() if recipe is None else recipe
     if not isinstance(rule, AnyRecipe):

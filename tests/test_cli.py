@@ -409,6 +409,7 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["bench", "--memory", "--json", "."], "--json: got"), (["bench", "--minutes", "-1"], "--minutes: got -1, expected"),
+    (["demo", "--seed", "-1"], "fp8kit demo: error: argument --seed: got -1, expected an int in [0, 4294967296)"),
     (["bench", "casts", "--minutes", "0"], "fp8kit bench: error: argument --minutes: got 0, expected a finite number and > 0"),
     (["bench", "casts", "--minutes", "soon"], "argument --minutes: got soon, expected a finite number and > 0"),
     (["bench", "cast", "--device", "cpu"], "fp8kit bench: part: got cast, expected some of casts, training, layer"),
@@ -418,7 +419,8 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch):
     (["bench", "--memory", "--minutes", "1"], "bench: --minutes: got 1.0, expected none beside --memory"),
     (["bench", "--memory", "--out", "x"], "bench: --out: got x, expected none beside --memory"),
     (["bench", "--memory", "--layer", "a"], "--layer: got 'a'"),
-    (["demo", "--device", "cpu:7"], "--device: cpu is not usable"), (["train", "--preset", "x"], "argument --preset: invalid choice: 'x'"),
+    (["demo", "--device", "cpu:7"], "--device: got 'cpu:7', expected a name like"), (["demo", "--device", "cuda:99"], "is not usable"),
+    (["train", "--preset", "x"], "argument --preset: invalid choice: 'x'"),
     (["warmup", "--threads", "x"], "argument --threads"), (["nothing"], "argument command"), (["plugins", "explain", "foo"], "got 'foo'"),
     (["kernels", "foo"], "argument ACTION"), ([], "required: command"), (["train"], "required: --preset"),
     (["demo", "--preset", "demo-cup"], "; did you mean demo-cpu; fp8kit demo --help says more"),

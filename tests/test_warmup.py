@@ -111,7 +111,7 @@ def test_draws_no_random_number_and_leaves_no_scales():
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"hidden": 0}, "hidden: got 0"), ({"arch": "hopper"}, "arch: got 'hopper', expected one of sm_89, sm_90a,"),
-    ({"threads": 0}, "threads: got 0"), ({"dtype": "uint8"}, "dtype: got fp8kit.uint8"),
+    ({"threads": 0}, "threads: got 0"), ({"dtype": "uint8"}, "dtype: got uint8"),
     ({"recipe": "delayed"}, "expected a Recipe or None"), ({"activation": "tanh"}, "activation"),
     ({"hidden": 10, "heads": 3, "device": "cpu"}, "warmup: hidden: got 10, expected a multiple of 3 heads"),
     ({"hidden": 10, "heads": 3, "arch": "sm_90a"}, "warmup: hidden: got 10, expected a multiple of 3 heads"),

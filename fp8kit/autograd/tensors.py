@@ -407,7 +407,7 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
         if device is None:
             device = dispatch.default_device()
     view = arrays.as_view(array, "tensor", "array")
-    kind = view.dtype if dtype is None else formats.dtype(dtype, "tensor", "dtype")
+    kind = view.dtype if dtype is None else formats.dtype(dtype, "tensor", "dtype", dict.fromkeys((view.dtype, *formats.HIGH_PRECISION)))
     where = None if device is None else arrays.usable(device, "tensor", "device")
     if kind is not view.dtype:
         view = _convertible(view, kind)

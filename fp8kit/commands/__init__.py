@@ -85,6 +85,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """A seed, for argparse."""
+    if not (text.isdecimal() and text.isascii() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"got {text}, expected an int in [0, {2**32})")
+    return int(text)
+
+
 def minutes(text: str) -> float:
     """An argument of argparse that is a time above 0."""
     with contextlib.suppress(ValueError):

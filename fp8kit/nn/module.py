@@ -323,9 +323,7 @@ def hints(operation: str, **sizes: int | None) -> None:
 def resolve(operation: str, params_dtype: Any, device: Any, argument: str = "params_dtype") -> tuple[DType, Device]:
     """Dtype and device of new parameters; None: float32 and the default device. FormatError for other than float32 and 16-bit floats,
     BackendError for a device that is not here. ``argument``: what the caller calls the dtype."""
-    kind = formats.float32 if params_dtype is None else formats.dtype(params_dtype, operation, argument)
-    if kind not in formats.HIGH_PRECISION:
-        raise FormatError(expected(operation, argument, kind.name, ", ".join(d.name for d in formats.HIGH_PRECISION)))
+    kind = formats.float32 if params_dtype is None else formats.dtype(params_dtype, operation, argument, formats.HIGH_PRECISION)
     return kind, dispatch.default_device() if device is None else arrays.usable(device, operation, "device")
 
 

@@ -165,7 +165,8 @@ def test_usage(capsys, tmp_path, monkeypatch):
         (["gemm", "--minutes", "0", *out], 2, "argument --minutes: got 0, expected a finite number and > 0"),
         (["gemm", "--rounds", "none"], 2, "argument --rounds: none is not a positive number"), (["--update"], 2, "argument --update: not"),
         (["gemm"], 2, "required: --out"), (["gemm", "--device", "gpu", *out], 2, "--device: got 'gpu', expected a name like"),
-        (["gemm", "--out", str(tmp_path / "file" / "x")], 2, "--out: got"), (["gemm", "--device", "cpu:7", *out], 1, "cpu is not"),
+        (["gemm", "--out", str(tmp_path / "file" / "x")], 2, "--out: got"),
+        (["gemm", "--device", "cpu:7", *out], 2, "got 'cpu:7', expected"),
         (["--table", "tea"], 2, "argument PART: not allowed with argument --table"), (["--table", *out], 2, "argument --out: not allowed"),
     ):  # fmt: skip
         assert ended(wrong) == status

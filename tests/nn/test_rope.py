@@ -111,7 +111,7 @@ WRONG = {
     "no_heads": (RopeSpec(((0, D, "freqs"),)), {"x": meta(S, B, 0, D)}, ShapeError, "heads and features not 0"),
     "no_sequence": (RopeSpec(((H, D, "freqs"),), "thd"), {"x": meta(S, H, D), "cu_seqlens": meta(1, dtype="int32")}, ShapeError,
                     "cu_seqlens: got"),
-    "dtype": (PLAIN, {"x": meta(S, B, H, D, dtype="float64")}, FormatError, "x: got fp8kit.float64"),
+    "dtype": (PLAIN, {"x": meta(S, B, H, D, dtype="float64")}, FormatError, "x: got float64"),
     "odd": (PLAIN, {"freqs": meta(S, 5)}, ShapeError, r"freqs: got shape \(9, 5\), expected \(positions, an even number up to 16\)"),
     "wide": (PLAIN, {"freqs": meta(S, 18)}, ShapeError, "freqs: got"),
     "few": (PLAIN, {"freqs": meta(S - 1, D)}, ShapeError, "at least 9 positions"),
