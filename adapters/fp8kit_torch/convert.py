@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fp8kit.arguments import function
 from fp8kit.errors import ArgumentError, expected
@@ -148,14 +149,15 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     * ``filter_fn``: called with (module, its name in ``model``); False leaves that module as it is. A language model's head, for one.
 
     Parameters stay the same objects. Their dtype is float32, bfloat16 or float16; other modules, subclasses of the named ones (they may
-    compute something else) and modules whose ``forward`` was replaced are left alone. Whether an RMSNorm of some library is one is found
-    out by running it on a few numbers, and modules on the meta device are not looked at. ``nn.MultiheadAttention`` keeps its projections:
-    they are no ``nn.Linear``. ``nn.TransformerEncoder`` leaves out its fast path, which would pass the layers by, and which sets padded
-    positions to 0; convert it whole: over layers converted alone it keeps that path. But for these positions, outside of ``autocast`` a
-    converted model computes what it did, up to the last bits, but no gradient of a gradient, not under ``torch.func``, nor in float64:
-    ``revert`` first, also before a ``state_dict`` for the plain model, since FP8 state is among its keys. Convert before ``torch.compile``,
-    DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would have to be replaced; a UserWarning where nothing was
-    replaced, neither now nor before.
+    compute something else), modules whose ``forward`` was replaced, those whose weight is made of others before each call (pruned, with a
+    spectral or weight norm) or not made yet (lazy), and weights of experts in one array of three dimensions are left alone. Whether an
+    RMSNorm of some library is one is found out by running it on a few numbers, and modules on the meta device are not looked at.
+    ``nn.MultiheadAttention`` keeps its projections: they are no ``nn.Linear``. ``nn.TransformerEncoder`` leaves out its fast path, which
+    would pass the layers by, and which sets padded positions to 0; convert it whole: over layers converted alone it keeps that path. But
+    for these positions, outside of ``autocast`` a converted model computes what it did, up to the last bits, but no gradient of a
+    gradient, not under ``torch.func``, nor in float64: ``revert`` first, also before a ``state_dict`` for the plain model, since FP8 state
+    is among its keys. Convert before ``torch.compile``, DistributedDataParallel or fully_shard. Fp8kitError where ``model`` itself would
+    have to be replaced, and then nothing is; a UserWarning where nothing was replaced, neither now nor before.
     """
     module("convert", "model", model)
     if filter_fn is not None:
@@ -163,8 +165,9 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
     if _replacement(model) is not None and (filter_fn is None or filter_fn(model, "")):
         raise ArgumentError(expected("convert", "model", type(model).__name__, "a model that contains layers: no layer can replace itself"))
     swapped: dict[nn.Module, nn.Module] = {}
-    places, left = list(_children(model)), 0
-    for parent, name, child, path in places:
+    places, chosen, left = list(_children(model)), [], 0
+    for place in places:
+        _, _, child, path = place
         if filter_fn is not None and not filter_fn(child, path):
             left += 1
             continue
@@ -173,6 +176,8 @@ def convert(model: nn.Module, filter_fn: Filter | None = None) -> nn.Module:
             if made is None:
                 continue
             swapped[child] = made()
+        chosen.append(place)
+    for parent, name, child, _ in chosen:
         parent._modules[name] = swapped[child]
     for layer in model.modules():
         for kind, name, without in _PAST_PARTS:
@@ -210,9 +215,10 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, str
 
 def _replacement(module: nn.Module) -> Callable[[], nn.Module] | None:
     """What makes the module that takes this one's place; None where it stays."""
-    weight = getattr(module, "weight", None)
-    own = dict(module.named_parameters(recurse=False))
-    if not isinstance(weight, Tensor) or any(p.dtype not in _FLOATS or not p.is_contiguous() for p in own.values()):
+    weight, own = getattr(module, "weight", None), dict(module.named_parameters(recurse=False))
+    if own.get("weight") is not weight or own.get("bias") is not getattr(module, "bias", None) or not isinstance(weight, Tensor):
+        return None  # not its own: made of other parameters before each call, as pruning and weight norms do
+    if any(is_lazy(p) or p.dtype not in _FLOATS or not p.is_contiguous() for p in own.values()):
         return None
     if "forward" in vars(module) or isinstance(module, _Converted) or module._modules:
         return None

@@ -41,6 +41,8 @@ def placed(operation: str, device: Any) -> torch.device:
     """The device that an argument ``device`` means, None the default one. BackendError where it is a CUDA device that
     torch does not have."""
     where = default_device() if device is None else checks.device(operation, "device", device)
+    if where.type not in ("cpu", "cuda", "meta"):
+        raise BackendError(expected(operation, "device", where, "cpu, cuda or meta"))
     if where.type == "cuda" and not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no usable CUDA device"
         raise BackendError(expected(operation, "device", where, f'a CUDA device, but {why}; device="cpu" computes the same, slowly'))

@@ -11,6 +11,7 @@ import torch
 from fp8kit_torch import autocast, convert, revert
 from fp8kit_torch.convert import ConvertedLinear, ConvertedNorm
 from torch import nn
+from torch.nn.utils import prune
 
 from fp8kit.errors import ArgumentError, FormatError, Fp8kitError
 from fp8kit.recipe import DelayedScaling, Float8CurrentScaling
@@ -161,6 +162,30 @@ def test_filters_copies_devices_and_what_is_left_alone():
     for wrong in (lambda module: True, 3):
         with pytest.raises(ArgumentError, match=r"^convert: filter_fn: got .*, expected a function of a module and its name$"):
             convert(nn.Sequential(nn.Linear(4, 4)), wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated", "ignore:Lazy modules")
+def test_weights_that_are_no_parameter_of_their_own_stay():
+    """torch makes them of others before each call, or at the first one. What stands before them is converted."""
+    made = {"pruned": prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), "spectral": nn.utils.spectral_norm(nn.Linear(8, 8)),
+            "weight norm": nn.utils.weight_norm(nn.Linear(8, 8)), "lazy": nn.LazyLinear(8),
+            "pruned norm": prune.random_unstructured(nn.LayerNorm(8), "weight", 0.5)}  # fmt: skip
+    for name, layer in made.items():
+        net, kind, x = nn.Sequential(nn.Linear(8, 8), layer), type(layer), torch.ones(2, 8)
+        convert(net)
+        assert [type(part) for part in net] == [ConvertedLinear, kind], name
+        assert net(x).shape == (2, 8)
+
+
+def test_a_conversion_that_fails_replaces_nothing(monkeypatch):
+    def fails(self, module, spec):
+        raise RuntimeError("no")
+
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    monkeypatch.setattr(ConvertedNorm, "__init__", fails)
+    with pytest.raises(RuntimeError, match="no"):
+        convert(net)
+    assert [type(part) for part in net] == [nn.Linear, nn.LayerNorm]
 
 
 def test_a_conversion_of_nothing_is_told():
