@@ -48,7 +48,17 @@ __all__ = [
 ]  # fmt: skip
 
 
+# Transformer Engine's names that stand elsewhere, or for which there is nothing
+_INSTEAD = {
+    "recipe": "fp8kit.recipe has the recipes", "fp8_autocast": "it is autocast", "fused_attn": "it is dot_product_attention",
+    "SequenceDescriptor": "lengths go to cu_seqlens_q and cu_seqlens_kv, in Flax to sequence_descriptor as they are",
+    "grouped_dense": "grouped products are not there", "grouped_gemm": "grouped products are not there",
+    "cpp_extensions": "it is an inner part of Transformer Engine", "sharding": "MeshResource says what mesh axes mean",
+}  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
     if name not in ("flax", "nnx"):
-        raise AttributeError(f"module 'fp8kit_jax' has no attribute {name!r}{_errors.meant(name, __all__)}", name=name)
+        why = f": {_INSTEAD[name]}" if name in _INSTEAD else _errors.meant(name, __all__)
+        raise AttributeError(f"module 'fp8kit_jax' has no attribute {name!r}{why}", name=name)
     return importlib.import_module(f"fp8kit_jax.{name}")

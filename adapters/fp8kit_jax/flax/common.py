@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fp8kit.arguments import shown
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError, RecipeError, expected
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import small
 from fp8kit_jax.arguments import as_array
@@ -114,6 +114,10 @@ def quantizer_set(module: nn.Module, postfix: str = "") -> QuantizerSet:
     recipe = recipe_in_force()
     if not isinstance(recipe, DelayedScaling):
         return QuantizerSet(recipe=recipe)
+    known = module.is_initializing() or module.is_mutable_collection(FP8_COLLECTION_NAME)
+    if not known and not module.has_variable(FP8_COLLECTION_NAME, f"x{postfix}_scale"):
+        wanted = "the variables that init makes within an autocast with DelayedScaling, given to apply"
+        raise RecipeError(expected(type(module).__name__, FP8_COLLECTION_NAME, "none of this layer", wanted))
     fresh = Slot.fresh(recipe.amax_history_len)
 
     def slot(name: str) -> Slot:

@@ -165,5 +165,7 @@ def test_rooms_of_flax_come_when_they_are_asked_for():
 
     assert fj.flax.LayerNorm is LayerNorm
     assert fj.nnx.DenseGeneral is DenseGeneral
+    with pytest.raises(AttributeError, match=r"'fp8kit_jax' has no attribute 'recipe': fp8kit\.recipe has the recipes$"):
+        fj.recipe  # noqa: B018
     with pytest.raises(AttributeError, match=r"'fp8kit_jax' has no attribute 'dence'; did you mean dense\?$"):
         fj.dence  # noqa: B018

@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 
 from fp8kit import recipe
+from fp8kit.errors import RecipeError
 from fp8kit.testing import assert_same_bits
 
 RECIPES = {"high": None, "delayed": recipe.DelayedScaling(amax_history_len=4), "current": recipe.Float8CurrentScaling(),
@@ -79,6 +80,16 @@ LAYERS = {
     "decoder": {"layer_type": te_flax.TransformerLayerType.DECODER, "use_bias": True, "intermediate_dropout": 0.1},
     "output_norm": {"output_layernorm": True, "transpose_batch_sequence": True},
 }
+
+
+def test_a_layer_whose_state_was_not_made_says_so():
+    layer, x = te_flax.DenseGeneral(16), jnp.ones((2, 8, 32))
+    variables = layer.init(jax.random.key(0), x)
+    with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
+        with pytest.raises(RecipeError, match=r"^DenseGeneral: fp8_metas: got none of this layer, expected the variables that init makes"):
+            layer.apply(variables, x)
+        y, made = layer.apply(variables, x, mutable=[te.FP8_COLLECTION_NAME])  # there it may be made
+        assert_same_bits("y", np.asarray(layer.apply(variables | made, x)), np.asarray(y))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
