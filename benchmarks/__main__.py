@@ -11,6 +11,7 @@ failed or a result of fp8kit is wrong, 2 for arguments that are none; a missed t
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ from fp8kit.bench import report as reports
 from fp8kit.bench.report import Report, Row, Setting
 from fp8kit.commands import Parser, device_of, folder, minutes, positive, said, status_of
 from fp8kit.errors import Fp8kitError, meant
+
+# On a CPU torch's threads would spin while the engine's work. Read when torch is imported, later.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 FILE = "benchmarks.json"
 PART_SECONDS = 600.0  # that an isolated part may take

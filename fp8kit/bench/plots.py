@@ -83,7 +83,7 @@ def breakeven(path: Path, rows: list[Row]) -> None:
                 axes.plot(*zip(*cells, strict=True), marker="o", markersize=3, color=colour, label=f"hidden {size}")
         axes.axhline(1.0, color="0.3", linestyle=":")
         axes.set(xscale="log", yscale="log", xlabel="tokens")
-        where = textwrap.fill(f"pays from hidden size at tokens: {pays(rows, case)}", 62)
+        where = textwrap.fill(f"pays from (tokens at hidden size): {pays(rows, case)}", 62)
         axes.set_title(f"{case}\n{where}", fontsize=7)
         axes.grid(alpha=0.25, which="both")
     panels[0].set_ylabel("time / plain bfloat16")

@@ -33,7 +33,7 @@ ROOMS = {
     "autograd": ("fp8kit.autograd",),
     "layers": ("fp8kit.nn", "fp8kit.optim", "fp8kit.serialization", "fp8kit.checkpoint_format", "fp8kit.graphs", "fp8kit.captured"),
     "models": ("fp8kit.models",),
-    "testing": ("fp8kit.testing", "fp8kit.numerics"),
+    "testing": ("fp8kit.testing",),
     "lab": ("fp8kit.lab",),
     "commands": ("fp8kit.cli", "fp8kit.commands", "fp8kit.bench", "fp8kit.warmup", "fp8kit.__main__"),
     "torch": ("fp8kit_torch",),
