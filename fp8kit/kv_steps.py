@@ -191,7 +191,7 @@ class Steps:
 
     def _sent(self, name: str) -> Any:
         if not self._on_device:
-            raise Fp8kitError(expected(_OP, name, "no step", "pre_step before each step"))
+            raise Fp8kitError(expected(_OP, "inference_params", "no step", "pre_step before each step"))
         return self._on_device[name]
 
     # --- caches -------------------------------------------------------------------------------------------------------

@@ -68,11 +68,16 @@ def brings(module: torch.nn.Module) -> bool:
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
+_TAKEN = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
 def want_parameters(operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, cast: bool = True) -> None:
     """BackendError or FormatError where a parameter is on another device or of another dtype than x; ``cast``: the dtype only where
     ``torch.autocast`` casts neither."""
     device, dtype = x.device, x.dtype
     if all(own is None or (own.dtype is dtype and own.device == device) for own in parameters.values()):
+        if dtype not in _TAKEN:
+            raise FormatError(expected(operation, "inp", f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"))
         return
     there = {name: own for name, own in parameters.items() if own is not None}
     if any(own.device != device for own in there.values()):
