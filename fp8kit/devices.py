@@ -34,12 +34,15 @@ CPU = Device("cpu", 0)
 
 
 def device(value: object, operation: str = "device", argument: str = "value") -> Device:
-    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of such a name. BackendError for anything
-    else, about ``argument`` of ``operation``."""
+    """The Device that ``value`` names: a Device, "cpu", "cuda" or "cuda:1", or PyTorch's device of such a name, which says its index.
+    BackendError for anything else, about ``argument`` of ``operation``."""
     if isinstance(value, Device):
         return value
-    if isinstance(value, str) or type(value).__name__ == "device":
+    foreign = type(value).__name__ == "device"
+    if isinstance(value, str) or foreign:
         kind, _, at = str(value).partition(":")
+        if foreign and kind == "cuda" and not at:  # PyTorch's current one, of which nothing is known here
+            raise BackendError(expected(operation, argument, shown(value), "one with an index, as cuda:0"))
         if kind in _LOADERS and (not at or (at.isdecimal() and len(at) < 6)) and (kind != "cpu" or not int(at or 0)):
             return Device(kind, int(at or 0))
     raise BackendError(expected(operation, argument, shown(value), f"a name like {', '.join(_LOADERS)} or cuda:1"))

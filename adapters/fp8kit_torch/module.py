@@ -176,7 +176,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         if some not in (torch.float32, dtype):
             some = torch.float32
         state = current()
-        fp8 = state is not None and state.enabled
+        aligned = state is not None and state.enabled and any(weight.is_cuda for weight in weights.values())
         for name, weight in weights.items():
             main = mains[name]
             there = isinstance(main, torch.Tensor) and main.shape == weight.shape and main.device == weight.device
@@ -184,10 +184,10 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
                 got = f"{main.dtype} {tuple(main.shape)} on {main.device}" if isinstance(main, torch.Tensor) else "no such tensor"
                 wanted = f"contiguous {some} {tuple(weight.shape)} on {weight.device}, with fuse_wgrad_accumulation"
                 raise ArgumentError(expected(type(self).__name__, f"{name}.main_grad", got, wanted))
-            if fp8 and main.is_cuda and main.data_ptr() % 16:  # where cuBLASLt's products cannot write
+            if aligned and main.data_ptr() % 16:  # where cuBLASLt's products cannot write
                 got = f"address {main.data_ptr():#x}"
                 raise ArgumentError(expected(type(self).__name__, f"{name}.main_grad", got, "a multiple of 16 bytes, in FP8 on a GPU"))
-        return Fused(weights, first is True, some)
+        return Fused(weights, first is True, some, aligned)
 
     def _run_fp8(self, tensors: dict[str, Tensor], state: AutocastState, first: bool | None, bias: str, options: dict[str, Any],
                  fused: Fused | None, weights: Held8, codes: dict[str, Tensor] | None, fp8_output: bool, fp8_grad: bool

@@ -33,11 +33,12 @@ NO_STATE = Wiring(NOTHING)
 
 class Fused(NamedTuple):
     """Parameters, by the name of their input, whose gradient the operation itself puts into ``main_grad``: adds, or, with ``overwrite``,
-    writes there. ``dtype``: of those buffers."""
+    writes there. ``dtype``: of those buffers; ``aligned``: they must lie at multiples of 16 bytes."""
 
     parameters: Mapping[str, Tensor]
     overwrite: bool
     dtype: torch.dtype
+    aligned: bool
 
     def into(self, needs: Sequence[str]) -> dict[str, Tensor]:
         """The buffers of the wanted gradients by name. FormatError where one is not what it was in forward."""
@@ -46,9 +47,11 @@ class Fused(NamedTuple):
             if name in self.parameters:
                 parameter: Any = self.parameters[name]
                 main = parameter.main_grad
-                if main.dtype is not self.dtype or main.shape != parameter.shape or not main.is_contiguous():
-                    got = f"{main.dtype} {tuple(main.shape)} at backward"
-                    raise FormatError(expected("main_grad", name, got, f"contiguous {self.dtype} {tuple(parameter.shape)}, as at forward"))
+                alike = main.dtype is self.dtype and main.shape == parameter.shape and main.is_contiguous()
+                if not alike or (self.aligned and main.data_ptr() % 16):
+                    got = f"address {main.data_ptr():#x} at backward" if alike else f"{main.dtype} {tuple(main.shape)} at backward"
+                    wanted = f"contiguous {self.dtype} {tuple(parameter.shape)}{' at a multiple of 16 bytes' * self.aligned}, as at forward"
+                    raise FormatError(expected("main_grad", name, got, wanted))
                 found[name] = main
         return found
 

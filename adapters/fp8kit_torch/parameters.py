@@ -32,8 +32,9 @@ def default_device() -> torch.device:
         return torch.get_default_device()
     said = settings.device()
     if said:
-        arrays.usable(said, "environment", "FP8KIT_DEVICE")
-        return torch.device(said)  # without an index torch's current one
+        where = arrays.usable(said, "environment", "FP8KIT_DEVICE")
+        whole = where.kind == "cpu" or ":" not in said  # without an index it is torch's current one
+        return torch.device(where.kind) if whole else torch.device(where.kind, where.index)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -131,3 +131,12 @@ def test_attributes_that_a_tensor_does_not_have_say_what_to_use() -> None:
     with pytest.raises(AttributeError, match=r"^Tensor has no attribute '_nothing'$"):
         _ = t._nothing
     assert not hasattr(t, "__array_interface__")
+
+
+@pytest.mark.gpu
+def test_a_gpu_converts_what_goes_there():
+    host = np.array([1.0, 2.0**-140, 3e38, 1e300, np.nan, 1 + 2.0**-9], np.float64)
+    for dtype in ("float32", "bfloat16", "float16"):
+        for values in (host, host.astype(np.float32)):
+            got = fk.tensor(values, dtype=dtype, device="cuda").numpy().astype(np.float32)
+            np.testing.assert_array_equal(got, fk.tensor(values, dtype=dtype).numpy().astype(np.float32), dtype)

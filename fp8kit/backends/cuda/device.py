@@ -57,13 +57,13 @@ class Pool:
     """Memory that a graph works in. CuPy's own pool would hand it out again, so the graph has one of its own; it lives as long as the graph
     and any array that lies in it (a gradient that the step has left, say), whoever has that."""
 
-    def __init__(self, device: int) -> None:
-        self._device, self._pool = device, cupy().cuda.MemoryPool(functools.partial(_piece, device))
+    def __init__(self) -> None:
+        self._pool = cupy().cuda.MemoryPool(_piece)
 
     def malloc(self, size: int) -> Any:
         """As CuPy's pools: memory that knows this pool. A tuple goes from its end, so the memory is back before the pool may go."""
         memory, cuda = self._pool.malloc(size), cupy().cuda
-        return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, (self, memory), self._device), 0)
+        return cuda.MemoryPointer(cuda.UnownedMemory(memory.ptr, size, (self, memory), launch.runtime().getDevice()), 0)
 
 
 class _Piece:
@@ -72,9 +72,9 @@ class _Piece:
     __slots__ = ("__weakref__",)
 
 
-def _piece(device: int, size: int) -> Any:
-    """A pool's allocator: memory that is freed when nobody has it any more, whatever is being captured then."""
-    pointer, cuda, owner = launch.runtime().malloc(size), cupy().cuda, _Piece()
+def _piece(size: int) -> Any:
+    """A pool's allocator, on the current device: memory that is freed when nobody has it any more, whatever is being captured then."""
+    device, pointer, cuda, owner = launch.runtime().getDevice(), launch.runtime().malloc(size), cupy().cuda, _Piece()
     weakref.finalize(owner, _free, device, pointer).atexit = False
     return cuda.MemoryPointer(cuda.UnownedMemory(pointer, size, owner, device), 0)
 
@@ -230,7 +230,7 @@ class CudaProvider:
         library = cupy()
         with recorded.unsafe_calls(), launch.current_device(device.index), scratch.apart() as rooms:
             library.get_default_memory_pool().free_all_blocks()  # what ran before has left room that the graph's own pool cannot take
-            pool, stream = Pool(device.index), library.cuda.Stream(non_blocking=True)
+            pool, stream = Pool(), library.cuda.Stream(non_blocking=True)
             with library.cuda.using_allocator(pool.malloc), stream:
                 stream.begin_capture()  # relaxed: the pool may have to ask for memory
                 _thread.capturing = True

@@ -12,6 +12,7 @@ from fp8kit_torch.ready import Ready
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8kit as fk
+from fp8kit.arrays import Device
 from fp8kit.errors import ArgumentError, BackendError, FormatError, Fp8kitError
 from fp8kit.recipe import DelayedScaling
 
@@ -209,7 +210,7 @@ def test_where_layers_lie_when_nobody_says(monkeypatch):
         torch.set_default_device(None)
     monkeypatch.setenv("FP8KIT_DEVICE", "cuda")
     with monkeypatch.context() as usable:
-        usable.setattr("fp8kit.arrays.usable", lambda *said: None)
+        usable.setattr("fp8kit.arrays.usable", lambda *said: Device("cuda"))
         assert default_device() == torch.device("cuda")  # torch's current one, which a process of several has set
     monkeypatch.setenv("FP8KIT_DEVICE", "cpu")
     assert default_device().type == "cpu"
@@ -232,3 +233,12 @@ def test_a_padding_mask_is_boolean(dtype):
 def test_names_of_transformer_engines_modules():
     assert ft.quantization.get_default_fp8_recipe() == DelayedScaling()
     assert ft.cross_entropy.parallel_cross_entropy is ft.parallel_cross_entropy
+
+
+def test_native_tensors_take_torchs_devices():
+    """With an index: without one it is the device that torch has made its current one, which the native library does not know."""
+    assert str(fk.tensor([1.0], device=torch.device("cpu")).device) == "cpu"
+    with pytest.raises(BackendError, match=r"^tensor: device: got device\(type='cuda'\), expected one with an index, as cuda:0$"):
+        fk.tensor([1.0], device=torch.device("cuda"))
+    with pytest.raises(BackendError, match="a name like cpu"):
+        fk.tensor([1.0], device=torch.device("meta"))
