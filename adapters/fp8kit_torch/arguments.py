@@ -13,8 +13,7 @@ from torch import Tensor
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
 from fp8kit.layers import CONSTRUCTOR, CORE_OPTIONS, FORWARD
 from fp8kit_torch.checks import shown, tensor
-
-_FLOATS = ("float32", "bfloat16", "float16")  # what a layer computes in
+from fp8kit_torch.views import FLOATS
 
 
 def refuse(operation: str, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -68,15 +67,12 @@ def brings(module: torch.nn.Module) -> bool:
     return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
-_TAKEN = frozenset((torch.float32, torch.bfloat16, torch.float16))
-
-
 def want_parameters(operation: str, parameters: Mapping[str, Tensor | None], x: Tensor, cast: bool = True) -> None:
     """BackendError or FormatError where a parameter is on another device or of another dtype than x; ``cast``: the dtype only where
     ``torch.autocast`` casts neither."""
     device, dtype = x.device, x.dtype
     if all(own is None or (own.dtype is dtype and own.device == device) for own in parameters.values()):
-        if dtype not in _TAKEN:
+        if dtype not in FLOATS:
             raise FormatError(expected(operation, "inp", f"{dtype_name(dtype)}, as the parameters", "float32, bfloat16 or float16"))
         return
     there = {name: own for name, own in parameters.items() if own is not None}
@@ -110,7 +106,7 @@ def unlike_dtypes(operation: str, parameters: Mapping[str, str], inp: str) -> Fo
     if len(set(parameters.values())) > 1:
         return FormatError(expected(operation, name, dtype, f"{inp}, as inp: one dtype for all parameters, as module.to(dtype) gives them"))
     cast = f"cast inp, with .to(torch.{dtype})"
-    if inp in _FLOATS:
+    if inp in map(dtype_name, FLOATS):
         cast += f", or the module, with .to(torch.{inp}), or call it within torch.autocast"
     return FormatError(expected(operation, "inp", inp, f"{dtype}, as {name}: {cast}"))
 

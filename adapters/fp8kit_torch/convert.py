@@ -29,9 +29,9 @@ from fp8kit_torch.checks import module
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.texts import encode
 from fp8kit_torch.torch_checkpoint import unseen
+from fp8kit_torch.views import FLOATS
 
 Filter = Callable[[nn.Module, str], bool]
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # what a user or a library has hung on a module, and which goes with it
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
           "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook")
@@ -116,8 +116,8 @@ class ConvertedNorm(_Converted):
         cast = autocast_dtype(x)
         inputs = {"x": x, "norm_weight": self.weight, "norm_bias": self.bias if self.spec.centered else None}
         spec: Any = self._text if torch.compiler.is_compiling() else self.spec
-        result = None if cast is None or x.dtype not in _FLOATS else self.result_within(x.device.type, cast, x.dtype, own)
-        if result in (None, x.dtype) and (x.dtype == own or x.dtype not in _FLOATS):
+        result = None if cast is None or x.dtype not in FLOATS else self.result_within(x.device.type, cast, x.dtype, own)
+        if result in (None, x.dtype) and (x.dtype == own or x.dtype not in FLOATS):
             return run("norm", spec, inputs)["y"]
         wide = torch.promote_types(x.dtype, own)
         if result is None:
@@ -218,7 +218,7 @@ def _replacement(module: nn.Module) -> Callable[[], nn.Module] | None:
     weight, own = getattr(module, "weight", None), dict(module.named_parameters(recurse=False))
     if own.get("weight") is not weight or own.get("bias") is not getattr(module, "bias", None) or not isinstance(weight, Tensor):
         return None  # not its own: made of other parameters before each call, as pruning and weight norms do
-    if any(is_lazy(p) or p.dtype not in _FLOATS or not p.is_contiguous() for p in own.values()):
+    if any(is_lazy(p) or p.dtype not in FLOATS or not p.is_contiguous() for p in own.values()):
         return None
     if "forward" in vars(module) or isinstance(module, _Converted) or module._modules:
         return None
@@ -251,7 +251,7 @@ def _norm_spec(module: nn.Module, weight: Tensor, own: Mapping[str, Tensor]) -> 
 def _results(plain: nn.Module) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
     """The dtype of a norm's result by those of its input and its weight where they differ: libraries have three ways, x's, the weight's
     and the wider one. Where the plain module refuses such a pair there is none."""
-    found = {pair: _result(plain, *pair, plain.weight.device) for pair in itertools.permutations(_FLOATS, 2)}  # type: ignore[arg-type]
+    found = {pair: _result(plain, *pair, plain.weight.device) for pair in itertools.permutations(FLOATS, 2)}  # type: ignore[arg-type]
     return {pair: dtype for pair, dtype in found.items() if dtype is not None}
 
 

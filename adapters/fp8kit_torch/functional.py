@@ -11,6 +11,7 @@ from fp8kit_torch.checks import CALLED, check
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.plans import Stand
 from fp8kit_torch.specs import spec_for
+from fp8kit_torch.views import FLOATS
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", label_smoothing: float = 0.0,
@@ -34,7 +35,7 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
         check("embedding", CALLED, locals())
     if table.ndim != 2:
         raise ShapeError(expected("embedding", "table", f"shape {tuple(table.shape)}", "(ids, features)"))
-    if table.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if table.dtype not in FLOATS:
         raise FormatError(expected("embedding", "table", table.dtype, "float32, bfloat16 or float16"))
     spec = spec_for("EmbeddingSpec", *table.shape, str(table.dtype).removeprefix("torch."))
     return run("embedding", spec, {"ids": ids, "table": table})["y"]

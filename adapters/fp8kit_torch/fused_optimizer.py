@@ -13,8 +13,8 @@ from fp8kit.arguments import listed
 from fp8kit.errors import ArgumentError, CheckpointError, FormatError, Fp8kitError, ShapeError, expected
 from fp8kit_torch import optimizer_state as stored
 from fp8kit_torch.checks import OPTIMISED, check, shown
+from fp8kit_torch.views import FLOATS
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Entry = tuple[Tensor, Tensor, Tensor]  # a parameter, its local data, its contiguous gradient
 
 
@@ -57,7 +57,7 @@ class Fused(torch.optim.Optimizer):
 
     def _check_group(self, name: str) -> None:
         for param in self.param_groups[-1]["params"]:
-            if param.dtype not in _FLOATS:
+            if param.dtype not in FLOATS:
                 raise FormatError(expected(name, "params", param.dtype, "float32, bfloat16 or float16"))
             if not stored.local(param.detach()).is_contiguous():
                 raise ShapeError(expected(name, "params", f"strides {param.stride()}", "contiguous parameters"))
@@ -136,7 +136,7 @@ class Fused(torch.optim.Optimizer):
                 if name in self.states and state is not None and state.shape != param.shape:
                     got = f"a parameter of shape {tuple(param.shape)}"
                     raise ShapeError(expected(type(self).__name__, "params", got, f"{tuple(state.shape)}, as its {name}"))
-            if g.is_sparse or g.dtype not in _FLOATS or g.shape != data.shape or g.device != data.device:
+            if g.is_sparse or g.dtype not in FLOATS or g.shape != data.shape or g.device != data.device:
                 got = f"{g.layout} {g.dtype} {tuple(g.shape)} on {g.device}"
                 wanted = f"dense, floating, {tuple(data.shape)} on {data.device}"
                 raise ShapeError(expected(type(self).__name__, self.grad_name, got, wanted))

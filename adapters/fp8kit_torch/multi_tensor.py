@@ -20,10 +20,9 @@ from fp8kit.arguments import flag, function, integer, number
 from fp8kit.backends import dispatch
 from fp8kit.errors import ArgumentError, BackendError, FormatError, ShapeError, expected
 from fp8kit_torch.checks import Rule, check, named, optional, probability, shown
-from fp8kit_torch.views import as_view
+from fp8kit_torch.views import FLOATS, as_view
 
 Lists = Sequence[Sequence[Tensor]]
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NO_CORRECTION = 2**60  # a step at which beta**step is 0, so that the kernel's bias correction is a division by 1
 
 
@@ -150,7 +149,7 @@ def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, l
     op = "multi_tensor_adam"
     lists = _lists(op, tensor_lists, (4, 5), 1, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
     for tensor in (*lists[0], *lists[1]):
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise FormatError(expected(op, "gradients and parameters", tensor.dtype, "float32, bfloat16 or float16"))
     for kept in lists[2:]:
         for tensor in kept:

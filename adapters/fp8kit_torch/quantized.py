@@ -33,9 +33,9 @@ from fp8kit_torch.checks import check, shown
 from fp8kit_torch.nodes import NO_STATE, Wiring
 from fp8kit_torch.plans import call
 from fp8kit_torch.texts import decode, encode
+from fp8kit_torch.views import FLOATS
 
 _FLOAT8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 
 
@@ -86,7 +86,7 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """The values as a plain tensor of ``dtype``, float32, bfloat16 or float16, rounded once; None is this tensor's. The gradient passes
         through. ArgumentError for another dtype."""
-        if dtype is not None and dtype not in _FLOATS:
+        if dtype is not None and dtype not in FLOATS:
             raise ArgumentError(expected("QuantizedTensor.dequantize", "dtype", shown(dtype), "float32, bfloat16, float16 or None"))
         return _Decode.apply(self, dtype)
 
@@ -149,7 +149,7 @@ class QuantizedTensor(torch.Tensor):
             if values._fp8 != self._fp8 or values.shape != self.shape:
                 parts = _cast(values._values().to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8)
         else:
-            wide = values if values.dtype in _FLOATS else values.to(torch.float32)
+            wide = values if values.dtype in FLOATS else values.to(torch.float32)
             parts = _cast(wide.to(self.device).expand(self.shape).reshape(-1, self.shape[-1]), self._fp8)
         for name, part in self._parts.items():
             part.copy_(parts[name])

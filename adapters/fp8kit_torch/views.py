@@ -30,6 +30,7 @@ _DTYPES = {
     )
 }
 _TORCH = {kind: dtype for dtype, kind in _DTYPES.items()}
+FLOATS = tuple(_TORCH[kind] for kind in formats.HIGH_PRECISION)  # what is computed in
 
 
 def dtype_of(kind: DType) -> torch.dtype:
