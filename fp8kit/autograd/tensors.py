@@ -410,25 +410,26 @@ def tensor(array: Any, requires_grad: bool = False, dtype: Any = None, device: A
     kind = view.dtype if dtype is None else formats.dtype(dtype, "tensor", "dtype", dict.fromkeys((view.dtype, *formats.HIGH_PRECISION)))
     where = None if device is None else arrays.usable(device, "tensor", "device")
     if kind is not view.dtype:
-        view = _convertible(view, kind)
-        if where is not None and where.kind != "cpu":  # a GPU converts sooner than the host, which would load its engine for that
-            if view.dtype is formats.float64 and view.device.kind == "cpu":  # the way to all of them, and half the bytes
-                with np.errstate(over="ignore"):
-                    view = arrays.as_view(view.numpy().astype(np.float32))
-            view = arrays.to(view, where)
-        if kind is not view.dtype:
-            out = arrays.empty(view.shape, kind, view.device)
-            dispatch.kernels(view.device).copy(view, out, arrays.current_stream(view.device))
-            view = out
+        view = _converted(view, kind, where or view.device)
     if where is not None:
         view = arrays.to(view, where)
     made = Tensor(view, requires_grad)
     return made if source is None or view is not source.view else source._sharing(made)
 
 
-def _convertible(view: ArrayView, kind: DType) -> ArrayView:
-    """A view that the copy kernel turns into ``kind``: float64 goes through float32, as in ``quantize``. FormatError for others."""
+def _converted(view: ArrayView, kind: DType, where: Device) -> ArrayView:
+    """The values as ``kind``, on their way to ``where``: float64 goes through float32, as in ``quantize``. FormatError for other dtypes."""
     if view.dtype not in (*formats.HIGH_PRECISION, formats.float64) or kind not in formats.HIGH_PRECISION:
         wanted = "float64, float32, bfloat16 or float16 to become one of the last three"
         raise FormatError(expected("tensor", "dtype", f"{view.dtype.name} to become {kind.name}", wanted))
-    return arrays.contiguous(view)
+    view = arrays.contiguous(view)
+    if where.kind != "cpu":  # a GPU converts sooner than the host, which would load its engine for that
+        if view.dtype is formats.float64 and view.device.kind == "cpu":  # half the bytes
+            with np.errstate(over="ignore"):
+                view = arrays.as_view(view.numpy().astype(np.float32))
+        view = arrays.to(view, where)
+    if kind is view.dtype:
+        return view
+    out = arrays.empty(view.shape, kind, view.device)
+    dispatch.kernels(view.device).copy(view, out, arrays.current_stream(view.device))
+    return out
