@@ -25,9 +25,6 @@ from fp8kit.bench.report import Report, Row, Setting
 from fp8kit.commands import Parser, device_of, folder, minutes, positive, said, status_of
 from fp8kit.errors import Fp8kitError, meant
 
-# On a CPU torch's threads would spin while the engine's work. Read when torch is imported, later.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 FILE = "benchmarks.json"
 PART_SECONDS = 600.0  # that an isolated part may take
 
@@ -58,6 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # on a CPU torch's threads, not imported yet, would spin while the engine's work
     options = parse(arguments)
     if options.table:
         return show_table(options.update)

@@ -189,7 +189,7 @@ float4_e2m1fn = _row("float4_e2m1fn", ml_dtypes.float4_e2m1fn, (17, 4), 32, 33, 
 
 DTYPES = {d.name: d for d in list(globals().values()) if isinstance(d, DType)}
 _BY_NUMPY = {d.numpy: d for d in DTYPES.values()}
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32"}  # not taken
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32"}  # hints
 _BY_DLPACK = {d.dlpack: d for d in DTYPES.values()}
 HIGH_PRECISION = (float32, bfloat16, float16)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Variant = tuple[str, dict[str, str]]
 
-# source -> its defines in a training; H: the parameters' type, f32: besides it float32, of what is summed, counted or drawn there, or given
+# source -> its defines in a training; H: the parameters' type, f32: besides it float32, of sums, counts, draws and what a user gives
 _ALWAYS = (("dropout.cu", ("H",)), ("elementwise.cu", ("H", "f32")), ("convert.cu", ("H", "f32")), ("amax.cu", ("H",)))
 _MODEL = (("embedding.cu", ("H",)), ("cross_entropy.cu", ("H",)), ("optim.cu", ("H", "f32")))
 _FORMATS = ("e4m3", "e5m2")

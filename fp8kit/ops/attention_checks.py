@@ -48,7 +48,8 @@ def check_inputs(spec: AttentionSpec, metas: Metas) -> DType:
 
 
 class _Extra(NamedTuple):
-    """One of the further inputs: whether it may come, whether it must, its dtypes and shapes, how an error says the shapes, and why."""
+    """One of the further inputs: whether it may come, whether it must, its dtypes and shapes, how an error says the shapes, why, and what
+    makes it of other inputs."""
 
     may: bool
     must: bool
@@ -56,6 +57,7 @@ class _Extra(NamedTuple):
     shapes: list[Shape]
     said: str
     why: str
+    maker: str = ""
 
 
 def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -> tuple[str, ...]:
@@ -66,7 +68,8 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
     lengths: list[Shape] = [(batch + 1,)]
     said = f"({batch} or 1, {heads} or 1, {rows} or 1, {columns})"
     why_padded = f"with mask {spec.mask!r}, qkv_format {spec.qkv_format!r}"
-    sums = _Extra(spec.padded, spec.padded, (formats.int32,), lengths, str(lengths[0]), why_padded)
+    maker = "" if spec.packed else "; a layer makes it of a padding mask (attention_mask)"
+    sums = _Extra(spec.padded, spec.padded, (formats.int32,), lengths, str(lengths[0]), why_padded, maker)
     table = {
         "cu_seqlens_q": sums,
         "cu_seqlens_kv": sums,
@@ -82,12 +85,11 @@ def check_extras(spec: AttentionSpec, metas: Metas, dense: Dense, kind: DType) -
         "dropout_place": _Extra(spec.placed, spec.placed, (formats.int32,), [(3,)], "(3,)", f"with placed {spec.placed}"),
     }  # fmt: skip
     found = []
-    for name, (may, must, dtypes, shapes, said, why) in table.items():
+    for name, (may, must, dtypes, shapes, said, why, maker) in table.items():
         meta = metas.get(name)
         if meta is None:
             if must:
-                made = "" if spec.packed or not name.startswith("cu_seqlens") else "; a layer makes it of a padding mask (attention_mask)"
-                raise ShapeError(expected("attention", name, None, f"{dtypes[0].name} {said} {why}{made}"))
+                raise ShapeError(expected("attention", name, None, f"{dtypes[0].name} {said} {why}{maker}"))
             continue
         if not may:
             raise ShapeError(expected("attention", name, f"shape {meta.shape}", f"None {why}"))
