@@ -45,6 +45,18 @@ def tensor(operation: str, name: str, value: Any) -> torch.Tensor:
     return value
 
 
+def of_one(operation: str, name: str, group: object) -> None:
+    """None, or a process group of one. ArgumentError for what is no group, or one without this process, NotImplementedError for one of
+    several."""
+    if group is None:
+        return
+    known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+    if not isinstance(group, known) or (count := torch.distributed.get_world_size(group)) < 1:
+        raise ArgumentError(expected(operation, name, shown(group), "None or a process group of torch.distributed with this process"))
+    if count != 1:
+        raise NotImplementedError(expected(operation, name, f"a group of {count} processes", "one process: nothing else is supported yet"))
+
+
 def size(operation: str, name: str, value: Any) -> int:
     """A positive int that an extent can be."""
     return integer(operation, name, value, 1, 2**31 - 1)

@@ -7,8 +7,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from fp8kit.errors import ArgumentError, FormatError, ShapeError, expected
-from fp8kit_torch.checks import CALLED, check, shown
+from fp8kit.errors import FormatError, ShapeError, expected
+from fp8kit_torch.checks import CALLED, check, of_one
 from fp8kit_torch.functional import cross_entropy
 
 
@@ -37,13 +37,7 @@ def parallel_cross_entropy(
         raise ShapeError(expected(op, "inp" if inp is None else "target", None, "a tensor"))
     if not torch.compiler.is_compiling():
         check(op, CALLED, locals())
-    known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-    group = dist_process_group
-    if group is not None and not isinstance(group, known):
-        raise ArgumentError(expected(op, "dist_process_group", shown(group), "None or a group of one process"))
-    if group is not None and torch.distributed.get_world_size(group) != 1:  # type: ignore[arg-type]
-        got = f"a group of {torch.distributed.get_world_size(group)} processes"  # type: ignore[arg-type]
-        raise NotImplementedError(expected(op, "dist_process_group", got, "None or a group of one process"))
+    of_one(op, "dist_process_group", dist_process_group)
     if inp.ndim < 1 or target.numel() != inp.numel() // max(inp.size(-1), 1):
         raise ShapeError(expected(op, "target", tuple(target.shape), f"{tuple(inp.shape[:-1])}, a class for each token"))
     targets = target.reshape(inp.shape[:-1])

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from fp8kit.errors import ArgumentError, expected
-from fp8kit_torch.checks import shown
+from fp8kit_torch.checks import of_one
 
 
 class TransformerEngineMethods:
@@ -16,14 +13,14 @@ class TransformerEngineMethods:
     def set_tensor_parallel_group(self, tp_group: object) -> None:
         """Nothing, for None and for a process group of one. NotImplementedError for more processes (there is no tensor parallelism),
         ArgumentError for what is no group."""
-        _of_one(type(self).__name__, "tp_group", tp_group)
+        of_one(type(self).__name__, "tp_group", tp_group)
 
     def set_context_parallel_group(self, cp_group: object, cp_global_ranks: Sequence[int] | None = None, cp_stream: object = None,
                                    cp_comm_type: str = "p2p") -> None:
         """Nothing, for None and for process groups of one (also several). NotImplementedError for more processes (there is no context
         parallelism), ArgumentError for what is no group."""
         for group in cp_group if isinstance(cp_group, list | tuple) else [cp_group]:
-            _of_one(type(self).__name__, "cp_group", group)
+            of_one(type(self).__name__, "cp_group", group)
 
     def need_backward_dw(self) -> bool:
         """False: backward never leaves a weight's gradient for later (``delay_wgrad_compute`` is False)."""
@@ -31,14 +28,3 @@ class TransformerEngineMethods:
 
     def backward_dw(self) -> None:
         """Nothing: all gradients are there when backward has ended."""
-
-
-def _of_one(operation: str, name: str, group: object) -> None:
-    """Refuse what is not None and not a process group of one."""
-    if group is None:
-        return
-    known = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
-    if not isinstance(group, known) or (size := torch.distributed.get_world_size(group)) < 1:
-        raise ArgumentError(expected(operation, name, shown(group), "None or a process group of torch.distributed with this process"))
-    if size != 1:
-        raise NotImplementedError(expected(operation, name, f"a group of {size} processes", "one process: nothing else is supported yet"))

@@ -213,10 +213,13 @@ def test_methods_about_groups_and_late_gradients(layer, tmp_path):
         alone = torch.distributed.group.WORLD
         made.set_tensor_parallel_group(alone)
         made.set_context_parallel_group((alone, None), [0], None)
+        logits, classes = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+        assert ft.parallel_cross_entropy(logits, classes, dist_process_group=alone).shape == (2,)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-            for call in (made.set_tensor_parallel_group, lambda group: made.set_context_parallel_group(group, [0, 1], None)):
-                with pytest.raises(NotImplementedError, match=r"p_group: got a group of 2 processes, expected one process"):
+            for call in (made.set_tensor_parallel_group, lambda group: made.set_context_parallel_group(group, [0, 1], None),
+                         lambda group: ft.parallel_cross_entropy(logits, classes, dist_process_group=group)):
+                with pytest.raises(NotImplementedError, match=r"_group: got a group of 2 processes, expected one process"):
                     call(alone)
     finally:
         torch.distributed.destroy_process_group()
