@@ -25,6 +25,7 @@ import numpy as np
 import fp8kit as fk
 from fp8kit import arrays, formats
 from fp8kit.bench import random
+from fp8kit.bench.layers import LAYER_CALLS
 from fp8kit.bench.report import Row, Setting
 from fp8kit.bench.sizes import Layer
 from fp8kit.bench.timing import WallClock, interleaved, medians
@@ -155,7 +156,7 @@ class Native:
 
 def jax_part(setting: Setting) -> list[Row]:
     """A row a contender; ``ratio``: to plain JAX. The host's clock, calls queued back to back: XLA has a stream of its own."""
-    size = setting.sizes.large
+    size, how = setting.sizes.large, setting.settled(LAYER_CALLS)
     place = jax.config.jax_default_device or jax.devices()[0]
     gpu = place.platform == "gpu"
     device = arrays.Device("cuda", place.local_hardware_id) if gpu else arrays.CPU
@@ -186,7 +187,7 @@ def jax_part(setting: Setting) -> list[Row]:
     for contender in contenders.values():
         for _ in range(3):
             ready(contender())
-    times = medians(interleaved(contenders, WallClock(device, ready), 2 * setting.rounds, setting.calls, setting.warmups))
+    times = medians(interleaved(contenders, WallClock(device, ready), how.rounds, how.calls, how.warmups))
     wide = Jitted(lambda p, sets, x: plain(size.heads, "xla", p, x), *jax.tree.map(lambda a: a.astype(jnp.float32), (own, (), *inputs)))
     wide()
     streams = x.astype(np.float32), g.astype(np.float32)  # what the residual stream carries past the branches, either way

@@ -30,13 +30,17 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The host's clock: waits for the device before and after a turn's calls; one time, their mean. ``wait`` waits for a step's result."""
+    """The host's clock: waits for the device before and after a turn's calls; one time, their mean. ``wait`` waits for a step's result,
+    and with it for all that was queued before: where steps return before they are done, one more that does not count begins the turn."""
 
     def __init__(self, device: Device = CPU, wait: Callable[[Any], object] | None = None) -> None:
+        self._queues = wait is not None or device.kind != "cpu"
         self._wait = wait or (lambda result: arrays.synchronize(device))
 
     def seconds(self, step: Step, calls: int) -> list[float]:
         """See ``Clock``."""
+        if self._queues:
+            self._wait(step())
         start = time.perf_counter()
         for _ in range(calls):
             result = step()

@@ -45,22 +45,29 @@ def test_each_contender_may_have_its_own_clock():
     assert times == {"a": [1, 2], "b": [1, 2]}
 
 
-def test_the_hosts_clock_waits_for_the_result(monkeypatch):
-    """Two calls of one second each, and a wait of two more: a mean of two seconds."""
-    now = [0.0]
+def test_the_hosts_clock_counts_what_its_own_calls_take(monkeypatch):
+    """On a device where a step is queued at once and takes a second: what the warm-ups have queued is over when the clock starts."""
+    now, queued = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    waited = []
 
     def step():
-        now[0] += 1
-        return "result"
+        queued.append("step")
+        return len(queued)
 
     def wait(result):
-        waited.append(result)
-        now[0] += 2
+        assert result == len(queued)
+        now[0] += result
+        queued.clear()
 
-    assert WallClock(CPU, wait).seconds(step, 2) == [2.0]
-    assert waited == ["result"]
+    assert interleaved({"step": step}, WallClock(CPU, wait), rounds=2, calls=3, warmups=5) == {"step": [1.0, 1.0]}
+
+
+def test_the_hosts_clock_asks_for_no_more_calls_on_the_cpu(monkeypatch):
+    """A step is done when it returns."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    assert interleaved({"step": lambda: now.__setitem__(0, now[0] + 1)}, WallClock(), rounds=1, calls=3, warmups=2) == {"step": [1.0]}
+    assert now == [5.0]
 
 
 def test_host_time_ends_when_the_call_returns(monkeypatch):
