@@ -134,7 +134,7 @@ def variants(hidden: int, dtype: str, activation: str, blocks: bool) -> list[Var
     known = [dict(defines) for defines in manifest.source("activation.cu").variants]
     found += [("activation.cu", defines) for defines in known if (defines["ACT"], defines["T"]) == (activation, own)
               and not (blocks and defines["TILES"] != "mixed")]
-    found += [(source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype).itemsize)]
+    found += [(source, {"T": own, **defines}) for source, defines in norm.variants(hidden, formats.dtype(dtype))]
     for source, types in (*_ALWAYS, *_MODEL):
         found += [(source, {"T": t}) for t in dict.fromkeys(own if t == "H" else t for t in types)]
     found += [("block.cu" if blocks else "quantize.cu", {"T": own, "FORMAT": fmt}) for fmt in _FORMATS]

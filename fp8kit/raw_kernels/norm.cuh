@@ -12,15 +12,16 @@
 DEVICE void row_barrier() { asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory"); }
 
 // Each sum over the row's threads, for all of them. `shared` is free again once the row's threads have met at another barrier.
-template <int COUNT> DEVICE void row_totals(float (&sums)[COUNT], float (&shared)[32][COUNT]) {
+// `lanes`: the row's threads, where the caller knows them.
+template <int COUNT> DEVICE void row_totals(float (&sums)[COUNT], float (&shared)[32][COUNT], u32 lanes = blockDim.x) {
 #pragma unroll
   for (u32 step = 16; step; step >>= 1)
-    if (step < blockDim.x) {
+    if (step < lanes) {
 #pragma unroll
       for (int k = 0; k < COUNT; ++k) sums[k] += __shfl_xor_sync(~0u, sums[k], step);
     }
-  if (blockDim.x <= 32) return;
-  const u32 warps = blockDim.x / 32, first_warp = threadIdx.y * warps, lane = threadIdx.x % 32;
+  if (lanes <= 32) return;
+  const u32 warps = lanes / 32, first_warp = threadIdx.y * warps, lane = threadIdx.x % 32;
   if (lane == 0) {
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) shared[first_warp + threadIdx.x / 32][k] = sums[k];
@@ -30,9 +31,9 @@ template <int COUNT> DEVICE void row_totals(float (&sums)[COUNT], float (&shared
   for (int k = 0; k < COUNT; ++k) sums[k] = warp_sum(lane < warps ? shared[first_warp + lane][k] : 0.0f);
 }
 
-DEVICE float row_total(float sum, float (&shared)[32][1]) {
+DEVICE float row_total(float sum, float (&shared)[32][1], u32 lanes = blockDim.x) {
   float sums[1] = {sum};
-  row_totals(sums, shared);
+  row_totals(sums, shared, lanes);
   return sums[0];
 }
 

@@ -11,6 +11,8 @@ from fp8kit.backends.cuda import launch
 from fp8kit.backends.cuda._rows import address, cast_bytes, ceil_div, covered, kernel, sum_partials
 from fp8kit.backends.protocol import NORMALIZATIONS, Cast, Normalization
 from fp8kit.errors import BackendError, expected
+from fp8kit.formats import E4M3, DType
+from fp8kit.raw_kernels import manifest
 
 # cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMaxSharedMemoryPerMultiprocessor; what the kernels declare and CUDA reserves beside
 _OPT_IN_SHARED, _SM_SHARED, _OTHER_SHARED = 97, 81, 2304
@@ -35,7 +37,7 @@ class Pace(NamedTuple):
 
 # By chunks a thread: the pace with transposed codes, and without.
 TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
-              6: Pace(32, 256, 2), 8: Pace(64, 512, 1), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
+              6: Pace(32, 256, 2), 8: Pace(32, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
 PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
          6: Pace(64, 128, 4), 8: Pace(64, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
 
@@ -52,10 +54,11 @@ class Depth(NamedTuple):
 BACKWARD = {2: Depth(1024, 2, 132), 4: Depth(512, 4, 132)}  # by bytes of an element
 
 
-def variants(columns: int, itemsize: int) -> list[tuple[str, dict[str, str]]]:
+def variants(columns: int, dtype: DType) -> list[tuple[str, dict[str, str]]]:
     """(source, defines beside T) that rows of ``columns`` take, with their gradients, where nothing lies at an odd address."""
-    chunks = 0 if columns % 8 else chunks_of(columns, columns, itemsize)
-    found: list[tuple[str, dict[str, str]]] = [("norm_fwd.cu", {"CHUNKS": str(chunks)})] if chunks else []
+    chunks = 0 if columns % 8 else chunks_of(columns, columns, dtype.itemsize)
+    known = [n for n in (0, columns) if not n or (launch.type_name(dtype), chunks, n) in for_whole_tiles()] if chunks else []
+    found: list[tuple[str, dict[str, str]]] = [("norm_fwd.cu", {"CHUNKS": str(chunks), "COLUMNS": str(n)}) for n in known]
     backward = not columns % 8 and columns <= 8 * _MOST_THREADS
     found += [("norm_bwd.cu", {})] if backward else []
     return found if chunks and backward else [*found, ("norm_any.cu", {})]
@@ -86,6 +89,23 @@ def chunks_of(columns: int, covered: int, itemsize: int) -> int:
     """norm_fwd.cu's variant for rows of ``columns`` whose casts cover ``covered``; 0: none holds them."""
     lanes, places = _lanes(columns, itemsize), max(ceil_div(covered, 8), 1)
     return next((n for n in CHUNKS[itemsize] if n * lanes >= places), 0)
+
+
+@functools.cache
+def for_whole_tiles() -> frozenset[tuple[str, int, int]]:
+    """(T, chunks a thread, columns) of norm_fwd.cu's variants for whole tiles."""
+    variants = [dict(defines) for defines in manifest.source("norm_fwd.cu").variants]
+    return frozenset((v["T"], int(v["CHUNKS"]), int(v["COLUMNS"])) for v in variants if v["COLUMNS"] != "0")
+
+
+def columns_of(chunks: int, tall: int, x: ArrayView, y: ArrayView | None, cast: Cast | None) -> int:
+    """COLUMNS of norm_fwd.cu's variant: x's, where nothing is wanted but whole tiles of ``tall`` rows as E4M3 codes in both orientations,
+    without padding; otherwise 0, the one for any."""
+    rows, columns = x.shape
+    if y is not None or cast is None or cast.q is None or cast.q_t is None or cast.format != E4M3 or not rows or rows % tall:
+        return 0
+    padded = covered(cast, rows, columns) != (rows, columns)
+    return 0 if padded or (launch.type_name(x.dtype), chunks, columns) not in for_whole_tiles() else columns
 
 
 @functools.cache
@@ -153,7 +173,8 @@ def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: 
     while tall >= 2 * least and down <= (tall // 2) * walk.resident:  # rather all blocks than tall tiles
         tall //= 2
     tiles = ceil_div(down, tall)
-    function = kernel("norm_fwd.cu", "norm_fwd", x, CHUNKS=str(walk.chunks))
+    variant = {"CHUNKS": str(walk.chunks), "COLUMNS": str(columns_of(walk.chunks, tall, x, y, cast))}
+    function = kernel("norm_fwd.cu", "norm_fwd", x, **variant)
     arguments = (*at, rows, columns, ceil_div(right, 8), tall, tiles, small, gain, packed)
     launch.launch(function, max(min(tiles, walk.resident), int(cast is not None)), walk.block, arguments, stream, walk.shared)
 

@@ -1,0 +1,79 @@
+"""Norms whose columns their kernel knows: it takes whole tiles alone and asks nothing, so nothing that it would miss may reach it; the bits
+are those of the kernel for any tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8kit.arrays import ArrayView, Device
+from fp8kit.backends import dispatch
+from fp8kit.backends.cuda import norm
+from fp8kit.backends.protocol import Cast
+from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float16, float32, uint8
+from fp8kit.testing.compare import assert_same_bits
+from fp8kit.testing.contract import get, poisoned, put
+
+GPU = Device("cuda", 0)
+KNOWN = sorted(norm.for_whole_tiles())
+TYPES = {"bf16": bfloat16, "f16": float16}
+
+
+def view(shape: tuple[int, int], dtype: DType = bfloat16) -> ArrayView:
+    return ArrayView(4096, shape, dtype, GPU, None)
+
+
+def choice(rows: int = 128, columns: int = 4096, chunks: int = 16, dtype: DType = bfloat16, pad: int = 0, fmt: Any = E4M3,
+           missing: str = "", plain: bool = False) -> int:
+    one = view((1, 1), float32)
+    q = None if missing == "q" else view((rows + pad, columns), uint8)
+    q_t = None if missing == "q_t" else view((columns, rows + pad), uint8)
+    cast = None if missing == "cast" else Cast(fmt, q, q_t, one, one, None)
+    return norm.columns_of(chunks, 32, view((rows, columns), dtype), view((rows, columns)) if plain else None, cast)
+
+
+def test_a_row_is_all_chunks_of_all_its_threads() -> None:
+    assert KNOWN
+    for name, chunks, columns in KNOWN:
+        assert (norm.chunks_of(columns, columns, 2), norm._lanes(columns, 2)) == (chunks, columns // 8 // chunks)
+        assert 8 * chunks * norm._lanes(columns, 2) == columns
+        assert choice(columns=columns, chunks=chunks, dtype=TYPES[name]) == columns
+
+
+@pytest.mark.parametrize("options", [
+    {"rows": 0}, {"rows": 144}, {"columns": 4088}, {"columns": 2048}, {"pad": 16}, {"missing": "q"}, {"missing": "q_t"},
+    {"missing": "cast"}, {"plain": True}, {"dtype": float32}, {"dtype": float16}, {"fmt": E5M2},
+], ids=str)  # fmt: skip
+def test_anything_else(options: dict[str, Any]) -> None:
+    assert choice(**options) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("several", [False, True], ids=["fewer tiles than blocks", "several a block"])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize(("name", "columns"), [(name, columns) for name, _, columns in KNOWN])
+def test_the_bits_are_those_of_the_kernel_for_any_tile(name: str, columns: int, normalization: Any, several: bool) -> None:
+    """Beside a plain result, the codes come from that one."""
+    dtype = TYPES[name]
+    kernels, generator = dispatch.kernels(GPU), np.random.default_rng(7)
+    walk = norm.forward(columns, columns, 2, True, 0)
+    assert walk is not None
+    rows = walk.rows * (walk.resident + 1) if several else 64
+    host = [generator.standard_normal(shape, np.float32) for shape in ((min(rows, 2048), columns), (columns,), (columns,))]
+    x, weight, bias = (put(values.astype(dtype.numpy), GPU) for values in (np.resize(host[0], (rows, columns)), 1 + host[1] / 8, host[2]))
+    scale, found = put(np.full(1, 64.0, np.float32), GPU), []
+    for plain in (False, True):
+        y = poisoned((rows, columns), dtype, GPU) if plain else None
+        codes = poisoned((rows, columns), uint8, GPU), poisoned((columns, rows), uint8, GPU)
+        statistics = [poisoned((rows,), float32, GPU) for _ in range(2)]
+        inverse, amax = poisoned((1,), float32, GPU), put(np.zeros(1, np.float32), GPU)
+        cast = Cast(E4M3, *codes, scale, inverse, amax)
+        assert norm.columns_of(walk.chunks, walk.rows, x, y, cast) == (0 if plain else columns)
+        layer = normalization == "LayerNorm"
+        kernels.norm_fwd(x, weight, bias if layer else None, y, statistics[0] if layer else None, statistics[1], None, cast, normalization,
+                         1e-5, False, 0)
+        found.append([get(part) for part in (*codes, inverse, amax, *statistics[1 - layer :])])
+    for name, got, want in zip(("q", "q_t", "scale_inv", "amax", "rstd or mean", "rstd"), *found, strict=False):
+        assert_same_bits(name, got, want)
