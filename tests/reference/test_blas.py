@@ -74,6 +74,12 @@ def test_small_products_and_one_thread_are_left_alone(library: Library) -> None:
     assert library.seen == []
 
 
+def test_a_product_that_is_not_cut_is_done_by_the_caller_alone(library: Library) -> None:
+    """OpenBLAS's threads would spin for each other in it."""
+    blas.matmul(*operands(16, 200, 16, False))
+    assert library.seen == [1, 3]
+
+
 def test_openblas_works_in_one_thread_meanwhile_and_has_its_threads_back(library: Library) -> None:
     with blas._one_thread:
         assert library.count == 1
