@@ -66,7 +66,7 @@ def run_demo(preset: Preset, out: Path, device: Device, steps: int | None = None
     corpus = text.standard_library()
     out.mkdir(parents=True, exist_ok=True)
     label = high_precision(device).name
-    print(f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} bytes each\n{corpus}", flush=True)
+    print(f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} tokens, bytes\n{corpus}", flush=True)
     runs = [train(preset, corpus, recipe, name, device, seed, stream) for name, recipe in ((label, None), ("FP8", fp8_recipe(preset)))]
     verdict = Verdict(runs[0].validation_loss, runs[1].validation_loss, corpus.unigram_entropy(), preset.judged)
     _write(out, runs, verdict, preset, seed)
@@ -83,6 +83,7 @@ def _write(out: Path, runs: list[Run], verdict: Verdict, preset: Preset, seed: i
     plots.plot_statistics(out / "scales.png", fp8.statistics)
     metadata = {"preset": preset.name, "steps": str(preset.steps), "validation_loss": f"{fp8.validation_loss:.6f}"}
     serialization.save(out / "fp8.safetensors", fp8.model, metadata)
+    print(f"the FP8 model writes {SAMPLE_BYTES} bytes, for sample.txt", flush=True)
     sample = PROMPT + generate(fp8.model, PROMPT, SAMPLE_BYTES, fp8.recipe, seed=seed)
     (out / "sample.txt").write_bytes(sample)
 
@@ -91,7 +92,7 @@ def report(preset: Preset, device: Device, runs: list[Run], verdict: Verdict, co
     """The table that the demo prints."""
     lines = [
         "",
-        f"{preset.name} on {device}: {parameter_count(runs[0].model):,} parameters, {preset.steps} steps of {preset.tokens:,} bytes",
+        f"{preset.name} on {device}: {parameter_count(runs[0].model):,} parameters, {preset.steps} steps of {preset.tokens:,} tokens",
         str(corpus),
         "",
         f"{'':18}{'validation loss':>16}{'perplexity/byte':>17}{'time':>8}{'tokens/s':>12}",
