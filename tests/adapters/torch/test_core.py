@@ -131,6 +131,7 @@ def test_a_layer_waits_for_what_torchs_stream_does_before_it():
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):  # torch warns of a graph that another stream has begun, which its thread may yet hold for a moment
         want = [t.clone() for t in step()]
+    torch.cuda.synchronize()  # x is zeroed on another stream
     for turn in range(12):
         x.zero_()
         torch.cuda.synchronize()
