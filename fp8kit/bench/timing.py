@@ -1,8 +1,9 @@
 """How time is taken, here and in ``benchmarks``: contenders in turn, again and again, so that each meets the same clocks and the same load.
 
 A GPU lowers its clocks under load, so only figures of one run, taken in turn, compare. A turn begins with calls that are not counted and
-keep the device busy; the counted ones are queued behind them, back to back. At its power limit a GPU still runs for some tens of
-milliseconds as fast as the contender before allowed: so every other round goes backwards, and each has had both neighbours before it.
+keep the device busy; the counted ones are queued behind them, back to back, or, where the host's clock counts, once these are done. At
+its power limit a GPU still runs for some tens of milliseconds as fast as the contender before allowed: so every other round goes
+backwards, and each has had both neighbours before it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The host's clock: waits for the device before and after a turn's calls; one time, their mean. ``wait`` waits for a step's result,
-    and with it for all that was queued before: where steps return before they are done, one more that does not count begins the turn."""
+    """The host's clock: waits for the device before and after a turn's calls; one time, their mean. ``wait``, given a step's result,
+    waits for it and for all that was queued before it: where steps return before they are done, one more that does not count
+    begins the turn."""
 
     def __init__(self, device: Device = CPU, wait: Callable[[Any], object] | None = None) -> None:
         self._queues = wait is not None or device.kind != "cpu"

@@ -66,7 +66,7 @@ def run_demo(preset: Preset, out: Path, device: Device, steps: int | None = None
     corpus = text.standard_library()
     out.mkdir(parents=True, exist_ok=True)
     label = high_precision(device).name
-    print(f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} tokens, bytes\n{corpus}", flush=True)
+    print(f"{preset.name} on {device}: {label}, then FP8, {preset.steps} steps of {preset.tokens:,} tokens (bytes)\n{corpus}", flush=True)
     runs = [train(preset, corpus, recipe, name, device, seed, stream) for name, recipe in ((label, None), ("FP8", fp8_recipe(preset)))]
     verdict = Verdict(runs[0].validation_loss, runs[1].validation_loss, corpus.unigram_entropy(), preset.judged)
     _write(out, runs, verdict, preset, seed)

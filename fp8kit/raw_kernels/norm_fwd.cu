@@ -15,7 +15,7 @@
 
 // Blocks that shall fit a multiprocessor, by the registers that hold a thread's part of a row: they leave 40 and more for the rest.
 constexpr int KEPT = CHUNKS * 2 * sizeof(T), THREADS = KEPT < 32 ? 256 : 512, BLOCKS = KEPT < 16 ? 4 : KEPT < 24 ? 3 : KEPT < 32 ? 2 : 1;
-constexpr bool WHOLE = COLUMNS > 0;
+constexpr bool KNOWN = COLUMNS > 0;  // the columns are: whole tiles alone
 
 // 16 rows of four columns of codes out of the tile, which has `pitch` words a row, into q_t.
 DEVICE void write_turned(const Cast& cast, const u32* tile, u32 pitch, i64 column, i64 row) {
@@ -28,11 +28,11 @@ DEVICE void write_turned(const Cast& cast, const u32* tile, u32 pitch, i64 colum
 #pragma unroll
     for (int j = 0; j < 4; ++j) columns[j][k] = four[j];
   }
-  if (!WHOLE && row >= cast.t_columns) return;
+  if (!KNOWN && row >= cast.t_columns) return;
   u8* to = cast.q_t + column * cast.t_stride + row;
 #pragma unroll
   for (int j = 0; j < 4; ++j, to += cast.t_stride)
-    if (WHOLE || column + j < cast.t_rows) store_codes<16>(to, columns[j]);
+    if (KNOWN || column + j < cast.t_rows) store_codes<16>(to, columns[j]);
 }
 
 // The blocks walk the tiles of `rows` rows (16, 32 or 64 where q_t is wanted), of which the threads take blockDim.y at a time. Dynamic
@@ -47,9 +47,9 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
   float4* gains = reinterpret_cast<float4*>(dynamic);  // halves of chunks: two of gains, two of biases
   uint2* codes_tile = reinterpret_cast<uint2*>(gains + 4 * chunks);
   u32 turn = 0;  // sums use the two rooms by turns
-  const u32 N = WHOLE ? COLUMNS : (u32)columns, whole = N / 8, width = WHOLE ? whole : (u32)chunks, end = (u32)M, tall = (u32)rows;
-  const u32 lanes = WHOLE ? COLUMNS / 8 / CHUNKS : blockDim.x;
-  if (WHOLE) {
+  const u32 N = KNOWN ? COLUMNS : (u32)columns, whole = N / 8, width = KNOWN ? whole : (u32)chunks, end = (u32)M, tall = (u32)rows;
+  const u32 lanes = KNOWN ? COLUMNS / 8 / CHUNKS : blockDim.x;
+  if (KNOWN) {
     __builtin_assume(cast.q != nullptr && cast.q_t != nullptr);
     cast.is_e5m2 = 0;
   }
@@ -58,7 +58,7 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
 #pragma unroll
   for (int v = 0; v < CHUNKS; ++v) {
     const u32 chunk = v * lanes + threadIdx.x;
-    in[v] = read8(x + (i64)row * N + chunk * 8, WHOLE || (row < end && chunk < whole) ? 8 : 0, true);
+    in[v] = read8(x + (i64)row * N + chunk * 8, KNOWN || (row < end && chunk < whole) ? 8 : 0, true);
   }
   const bool wide_weight = rows_aligned<16>(weight, 0), wide_bias = rows_aligned<16>(bias, 0);
 #pragma unroll 2
@@ -92,35 +92,35 @@ norm_fwd(const T* x, const T* weight, const T* bias, T* y, float* mean, float* r
       for (int v = 0; v < CHUNKS; ++v) {
         unpack_anew(in[v]);
         const float part = chunk_deviations(in[v], s.mean, 8);
-        squares += WHOLE || v * lanes + threadIdx.x < whole ? part : 0.0f;
+        squares += KNOWN || v * lanes + threadIdx.x < whole ? part : 0.0f;
       }
       s.rstd = 1.0f / sqrtf(row_total(squares, shared[turn ^= 1], lanes) / (float)N + (float)epsilon);
-      if (WHOLE || row < end) keep_stats(mean, rstd, row, s);
+      if (KNOWN || row < end) keep_stats(mean, rstd, row, s);
 
       const u32 next = r + blockDim.y < tall ? row + blockDim.y : (tile + gridDim.x) * tall + threadIdx.y;
-      const T* const from = x + (i64)(WHOLE && next >= end ? row : next) * N;  // behind the last row, one that is there
+      const T* const from = x + (i64)(KNOWN && next >= end ? row : next) * N;  // behind the last row, one that is there
       T* const to = y + (i64)row * N;
       u8* const q = cast.q + (i64)row * cast.q_stride;
 #pragma unroll
       for (int v = 0; v < CHUNKS; ++v) {
         const u32 chunk = v * lanes + threadIdx.x;
-        const bool there = WHOLE || (row < end && chunk < whole), in_tile = WHOLE || chunk < width;
+        const bool there = KNOWN || (row < end && chunk < whole), in_tile = KNOWN || chunk < width;
         const u32 place = in_tile ? chunk : 0;
         unpack_anew(in[v]);
         const float4 g0 = gains[place], g1 = gains[width + place], b0 = gains[2 * width + place], b1 = gains[3 * width + place];
         const float g[8] = {g0.x, g0.y, g0.z, g0.w, g1.x, g1.y, g1.z, g1.w}, b[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
         const Eight<T> out = normalized8(in[v], s, g, b);
-        in[v] = read8(from + chunk * 8, WHOLE || (next < end && chunk < whole) ? 8 : 0, true);
-        if (WHOLE && v % 2) __syncwarp();  // the compiler may start two chunks at once: more would not find registers
-        if (!WHOLE && y != nullptr && there) write8(to + chunk * 8, 8, true, out);
+        in[v] = read8(from + chunk * 8, KNOWN || (next < end && chunk < whole) ? 8 : 0, true);
+        if (KNOWN && v % 2) __syncwarp();  // the compiler may start two chunks at once: more would not find registers
+        if (!KNOWN && y != nullptr && there) write8(to + chunk * 8, 8, true, out);
         if (there) peak.add(out);
         if (cast.wanted()) {
           u32 codes[2];
           encode8(cast, out, scale, codes);
 #pragma unroll
           for (int k = 0; k < 2; ++k) codes[k] = there ? codes[k] : 0;
-          if (WHOLE || (cast.q != nullptr && row < cast.q_rows && chunk * 8 < cast.q_columns)) store_codes<8>(q + chunk * 8, codes);
-          if (WHOLE || (cast.q_t != nullptr && in_tile)) codes_tile[r * width + chunk] = make_uint2(codes[0], codes[1]);
+          if (KNOWN || (cast.q != nullptr && row < cast.q_rows && chunk * 8 < cast.q_columns)) store_codes<8>(q + chunk * 8, codes);
+          if (KNOWN || (cast.q_t != nullptr && in_tile)) codes_tile[r * width + chunk] = make_uint2(codes[0], codes[1]);
         }
       }
       row = next;

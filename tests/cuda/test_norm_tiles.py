@@ -17,7 +17,7 @@ from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import get, poisoned, put
 
 GPU = Device("cuda", 0)
-KNOWN = sorted(norm.for_whole_tiles())
+KNOWN = sorted(norm._for_whole_tiles())
 TYPES = {"bf16": bfloat16, "f16": float16}
 
 
@@ -48,6 +48,34 @@ def test_a_row_is_all_chunks_of_all_its_threads() -> None:
 ], ids=str)  # fmt: skip
 def test_anything_else(options: dict[str, Any]) -> None:
     assert choice(**options) == 0
+
+
+@pytest.mark.parametrize(("rows", "plain", "tall", "columns"), [
+    (8192, False, 32, 4096), (64, False, 16, 4096), (48, False, 16, 4096), (40, False, 16, 0), (8208, False, 32, 0), (8192, True, 32, 0),
+])  # fmt: skip
+def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, rows: int, plain: bool, tall: int, columns: int) -> None:
+    """The choice is by the tiles of the launch, which are less tall where there are few rows, and reaches the kernel."""
+    asked: dict[str, str] = {}
+    launched: list[Any] = []
+    walk = norm.Forward(16, (32, 16), 32, 163840, 132)
+    monkeypatch.setattr(norm, "forward", lambda *given: walk)
+    monkeypatch.setattr(norm, "kernel", lambda source, function, like, **defines: asked.update(defines, source=source))
+    monkeypatch.setattr(norm.launch, "launch", lambda function, grid, block, arguments, *rest: launched.append(arguments))
+    x, one = view((rows, 4096)), view((1, 1), float32)
+    cast = Cast(E4M3, view((rows, 4096), uint8), view((4096, (rows + 15) // 16 * 16), uint8), one, one, None)
+    norm.norm_fwd(x, view((1, 4096)), None, x if plain else None, None, one, None, cast, "RMSNorm", 1e-5, False, 0)
+    assert asked == {"source": "norm_fwd.cu", "CHUNKS": "16", "COLUMNS": str(columns)}
+    assert launched[0][9:11] == (tall, (rows + tall - 1) // tall)
+
+
+@pytest.mark.parametrize(("columns", "dtype", "known"), [
+    (4096, bfloat16, ["0", "4096"]), (4096, float16, ["0"]), (1024, float16, ["0", "1024"]), (4096, float32, ["0"]),
+    (5120, bfloat16, ["0"]),
+    (4100, bfloat16, []),
+], ids=str)  # fmt: skip
+def test_what_is_compiled_beforehand(columns: int, dtype: DType, known: list[str]) -> None:
+    found = [defines for source, defines in norm.variants(columns, dtype) if source == "norm_fwd.cu"]
+    assert [defines["COLUMNS"] for defines in found] == known
 
 
 @pytest.mark.gpu

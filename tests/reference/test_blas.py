@@ -76,8 +76,53 @@ def test_small_products_and_one_thread_are_left_alone(library: Library) -> None:
 
 def test_a_product_that_is_not_cut_is_done_by_the_caller_alone(library: Library) -> None:
     """OpenBLAS's threads would spin for each other in it."""
-    blas.matmul(*operands(16, 200, 16, False))
+    blas.matmul(*operands(16, 2000, 16, False))
     assert library.seen == [1, 3]
+
+
+def test_what_openblas_does_in_one_thread_anyway_is_left_alone(library: Library) -> None:
+    blas.matmul(*operands(60, 70, 50, False))
+    assert library.seen == []
+    blas.matmul(*operands(1, 200, 50, False))  # by a vector its threads come sooner
+    assert library.seen == [1, 3]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before it is changed", "after"])
+@pytest.mark.parametrize("putting_back", [False, True])
+def test_an_interrupt_does_not_leave_openblas_with_one_thread(library: Library, monkeypatch: pytest.MonkeyPatch, late: bool,
+                                                              putting_back: bool) -> None:
+    real, left = library.set_threads, 1
+
+    def interrupted(count: int) -> None:
+        nonlocal left
+        now = left and (count != 1) == putting_back
+        if late or not now:
+            real(count)
+        if now:
+            left -= 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(library, "set_threads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        blas.matmul(*operands(200, 60, 50, False))
+    assert blas._one_thread.threads(library) == 3  # type: ignore[arg-type]
+    blas.matmul(*operands(200, 60, 50, False))
+    assert library.count == 3
+
+
+def test_a_handler_of_a_signal_may_multiply(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes: here where the number of threads is changed."""
+    real, signals = library.set_threads, [1, 3]
+
+    def handled(count: int) -> None:
+        if count in signals:
+            signals.remove(count)
+            blas.matmul(*operands(200, 60, 50, False))
+        real(count)
+
+    monkeypatch.setattr(library, "set_threads", handled)
+    blas.matmul(*operands(200, 60, 50, False))
+    assert (signals, library.count) == ([], 3)
 
 
 def test_openblas_works_in_one_thread_meanwhile_and_has_its_threads_back(library: Library) -> None:

@@ -35,9 +35,9 @@ class Pace(NamedTuple):
     blocks: int
 
 
-# By chunks a thread: the pace with transposed codes, and without.
-TRANSPOSED = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
-              6: Pace(32, 256, 2), 8: Pace(32, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
+# By chunks a thread: the pace with transposed codes, for 16 bits and for 32, and without.
+_NARROW = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(32, 256, 2)}
+TRANSPOSED = {2: _NARROW | {8: Pace(32, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}, 4: _NARROW | {8: Pace(64, 512, 1)}}
 PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
          6: Pace(64, 128, 4), 8: Pace(64, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
 
@@ -57,8 +57,10 @@ BACKWARD = {2: Depth(1024, 2, 132), 4: Depth(512, 4, 132)}  # by bytes of an ele
 def variants(columns: int, dtype: DType) -> list[tuple[str, dict[str, str]]]:
     """(source, defines beside T) that rows of ``columns`` take, with their gradients, where nothing lies at an odd address."""
     chunks = 0 if columns % 8 else chunks_of(columns, columns, dtype.itemsize)
-    known = [n for n in (0, columns) if not n or (launch.type_name(dtype), chunks, n) in for_whole_tiles()] if chunks else []
-    found: list[tuple[str, dict[str, str]]] = [("norm_fwd.cu", {"CHUNKS": str(chunks), "COLUMNS": str(n)}) for n in known]
+    found: list[tuple[str, dict[str, str]]] = []
+    if chunks:
+        known = [columns] if (launch.type_name(dtype), chunks, columns) in _for_whole_tiles() else []
+        found = [("norm_fwd.cu", {"CHUNKS": str(chunks), "COLUMNS": str(n)}) for n in (0, *known)]
     backward = not columns % 8 and columns <= 8 * _MOST_THREADS
     found += [("norm_bwd.cu", {})] if backward else []
     return found if chunks and backward else [*found, ("norm_any.cu", {})]
@@ -92,10 +94,10 @@ def chunks_of(columns: int, covered: int, itemsize: int) -> int:
 
 
 @functools.cache
-def for_whole_tiles() -> frozenset[tuple[str, int, int]]:
+def _for_whole_tiles() -> frozenset[tuple[str, int, int]]:
     """(T, chunks a thread, columns) of norm_fwd.cu's variants for whole tiles."""
-    variants = [dict(defines) for defines in manifest.source("norm_fwd.cu").variants]
-    return frozenset((v["T"], int(v["CHUNKS"]), int(v["COLUMNS"])) for v in variants if v["COLUMNS"] != "0")
+    found = (dict(defines) for defines in manifest.source("norm_fwd.cu").variants)
+    return frozenset((v["T"], int(v["CHUNKS"]), int(v["COLUMNS"])) for v in found if v["COLUMNS"] != "0")
 
 
 def columns_of(chunks: int, tall: int, x: ArrayView, y: ArrayView | None, cast: Cast | None) -> int:
@@ -105,7 +107,7 @@ def columns_of(chunks: int, tall: int, x: ArrayView, y: ArrayView | None, cast: 
     if y is not None or cast is None or cast.q is None or cast.q_t is None or cast.format != E4M3 or not rows or rows % tall:
         return 0
     padded = covered(cast, rows, columns) != (rows, columns)
-    return 0 if padded or (launch.type_name(x.dtype), chunks, columns) not in for_whole_tiles() else columns
+    return 0 if padded or (launch.type_name(x.dtype), chunks, columns) not in _for_whole_tiles() else columns
 
 
 @functools.cache
@@ -117,7 +119,7 @@ def forward(columns: int, covered: int, itemsize: int, transposed: bool, device:
     attribute = launch.runtime().deviceGetAttribute
     room, places = int(attribute(_SM_SHARED, device)), ceil_div(covered, 8)
     most = int(attribute(_OPT_IN_SHARED, device)) - _OTHER_SHARED
-    rows, threads, blocks = (TRANSPOSED if transposed else PLAIN)[chunks]
+    rows, threads, blocks = (TRANSPOSED[itemsize] if transposed else PLAIN)[chunks]
     if lanes <= 32:
         rows = max(rows, threads // lanes)  # short rows: a tile has work for all threads
     least = max(16, min(rows, threads // lanes))

@@ -4,13 +4,14 @@ OpenBLAS hands each of its threads a fixed part of a product, and its threads sp
 Beside other work on the same cores, Numba's threads or another program's, that takes time from whoever would do the work. Here a product is
 cut into parts that are taken one after the other by whoever is free, threads that have nothing to do sleep, and nobody waits for a thread
 that has not begun. On two cores that others kept busy (load average 11 to 14) the median product of 2048 x 128 by 128 x 384 went from 36 ms
-to 3 ms, and a training step of the demo from 3.4 s to 1.3 s, with a third of the processor time. A product too small to be cut is done by
-the caller alone: 64 x 128 by 128 x 384 beside two busy processes on two cores in 0.07 ms instead of 16, on idle ones in 0.07 either way.
+to 3 ms, and a training step of the demo from 3.4 s to 1.3 s, with a third of the processor time. A product that is too small or too narrow
+to be cut is done by the caller alone: 64 x 128 by 128 x 384 on two cores beside two busy processes in 0.07 ms instead of 16, on idle ones
+in 0.07 instead of 0.04.
 
 The parts depend on the sizes and on OpenBLAS's number of threads alone, so that the same number of threads gives the same bits.
 
 OpenBLAS's number of threads is the process's: while a product runs here, NumPy's products on other threads take one core each, and whoever
-sets that number meanwhile (threadpoolctl) finds 1, and is overruled when the product ends.
+sets that number meanwhile (threadpoolctl) finds 1, is overruled when the product ends, and may put back the 1 that it found.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 from fp8kit.backends.reference._numpy import Float32
 
 _PART = 1 << 23  # multiplications that are worth waking a thread for: about 0.2 ms
-_ALONE = 1 << 13  # multiplications that OpenBLAS does in the calling thread whatever its number of threads
+_ALONE = {True: 1 << 13, False: 1 << 18}  # of a vector or not: multiplications that OpenBLAS leaves to the calling thread in any case
 _PARTS = 2  # a thread: one that is interrupted in its part keeps the others waiting for less (medians beside other work fell to a half)
 _ALIGN = 16  # rows or columns that a part is a multiple of: whole tiles of OpenBLAS's kernels
 _EXTENSIONS = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # NumPy 2, NumPy 1
@@ -64,24 +65,29 @@ def _openblas() -> _OpenBlas | None:
 
 
 class _OneThread:
-    """Context manager: OpenBLAS works in the calling thread alone while anyone is inside. The number of threads is the whole process's."""
+    """Context manager: OpenBLAS works in the calling thread alone while anyone is inside. The number of threads is the whole process's.
+
+    An interrupt may come between any two lines: ``_held`` says, from before the number is changed until after it is put back, that a 1
+    may be ours, and whoever comes next then goes by what was there before."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
+        self._lock = threading.RLock()  # a signal's handler may multiply, or fork
+        self._inside, self._held = 0, False
         self._former = 1
 
     def threads(self, library: _OpenBlas) -> int:
         """OpenBLAS's number of threads when nobody is inside."""
         with self._lock:
-            return self._former if self._inside else library.threads()
+            now = self._former if self._inside else library.threads()
+            return self._former if self._held and now == 1 else now
 
     def __enter__(self) -> None:
         library = _openblas()
         assert library is not None
         with self._lock:
             if not self._inside:
-                self._former = library.threads()
+                self._former = self.threads(library)
+                self._held = True
                 library.set_threads(1)
             self._inside += 1
 
@@ -92,6 +98,7 @@ class _OneThread:
             self._inside -= 1
             if not self._inside:
                 library.set_threads(self._former)
+                self._held = False
 
     def hold(self) -> None:
         """A fork waits until nobody is half inside."""
@@ -103,7 +110,7 @@ class _OneThread:
 
     def forked(self) -> _OneThread:
         """What a forked child goes on with: nobody of the parent's threads is inside there."""
-        library = _openblas() if self._inside else None
+        library = _openblas() if self._held or self._inside else None
         if library is not None:
             library.set_threads(self._former)
         self.release()  # who forked within a product leaves this one
@@ -112,12 +119,12 @@ class _OneThread:
 
 _one_thread = _OneThread()
 _pools: dict[int, ThreadPoolExecutor] = {}  # by number of threads; a forked child has none of the parent's
-_making = threading.Lock()
+_making = threading.RLock()
 
 
 def _after_fork() -> None:
     global _one_thread, _making
-    _one_thread, _making = _one_thread.forked(), threading.Lock()
+    _one_thread, _making = _one_thread.forked(), threading.RLock()
     _pools.clear()
 
 
@@ -135,7 +142,7 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
     """left (M, K) right (K, N), in ``out`` or a new array; silent about what is not finite."""
     (m, k), n = left.shape, right.shape[1]
     library = _openblas()
-    threads = 1 if library is None or m * n * k < _ALONE else _one_thread.threads(library)
+    threads = 1 if library is None or m * n * k < _ALONE[min(m, n) == 1] else _one_thread.threads(library)
     if threads < 2:
         return np.asarray(np.matmul(left, right, out=out))
     count = min(_PARTS * threads, m * n * k // _PART, -(-max(m, n) // _ALIGN))
