@@ -91,7 +91,7 @@ def warmup(hidden: int = 4096, ffn: int | None = None, heads: int | None = None,
     if arch is not None:
         from fp8kit.backends.cuda.compile import want_architecture
 
-        want_architecture("warmup", "arch", arch)
+        want_architecture("warmup", "arch", arch, to_run=True)
         return _compiled(variants(hidden, kind.name, activation, blocks), arch, count, time.perf_counter(), tell)
     where = dispatch.default_device() if device is None else arrays.usable(device, "warmup", "device")
     inits: dict[str, Any] = {"init_method": _zeros, "output_layer_init_method": _zeros}

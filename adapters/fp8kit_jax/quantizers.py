@@ -42,6 +42,9 @@ def create_set(recipe: Recipe | None = None, n_quantizer_sets: int = 1) -> Any:
 
     ``recipe``: None is that of the autocast in force, high precision outside of any. Slots have the recipe's history length. Raises
     RecipeError for what is no recipe, and for one that JAX cannot carry out (``autocast``).
+
+    With delayed scaling a set is for one call in a step. JAX sums cotangents, which are the next states: a set that two calls share, or the
+    steps of a ``jax.lax.scan``, comes back with the sum of their scales. Give each call its own, scanned ones stacked like the parameters.
     """
     recipe = recipe_in_force() if recipe is None else recipe
     check_recipe("create_set", recipe)

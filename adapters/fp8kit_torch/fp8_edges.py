@@ -13,6 +13,7 @@ from fp8kit.ops.quant import Fp8
 from fp8kit.scaling import FORWARD_SLOTS
 from fp8kit_torch.memory import NOTHING, amax_views, scale_views
 from fp8kit_torch.nodes import NO_STATE, Wiring
+from fp8kit_torch.once import once
 from fp8kit_torch.quantized import QuantizedTensor, held_as
 from fp8kit_torch.state import ScalingState, finish_backward
 
@@ -61,7 +62,7 @@ class _Gradient(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         wiring = NO_STATE
         if ctx.state is not None:

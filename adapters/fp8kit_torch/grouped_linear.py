@@ -23,6 +23,7 @@ from fp8kit_torch.checks import CALLED, CONSTRUCTED, check
 from fp8kit_torch.memory import NOTHING, Placed
 from fp8kit_torch.module import TransformerEngineBaseModule
 from fp8kit_torch.nodes import NO_STATE, Fused, Wiring
+from fp8kit_torch.once import once
 from fp8kit_torch.ops import record_
 from fp8kit_torch.parameters import Init, normal_init
 from fp8kit_torch.plans import Call, call
@@ -249,7 +250,7 @@ class _Nothing(torch.autograd.Function):
         return x.new_empty(0, weight.shape[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> Any:
         (main,) = ctx.fused.into(["weight0"]).values()
         if ctx.fused.overwrite:

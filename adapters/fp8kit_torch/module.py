@@ -356,6 +356,8 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         recipe: Any = state.recipe
         if not recipe.delayed():
             return None
+        if torch.compiler.is_exporting():  # an exported program has no module whose scales it could change
+            raise NotImplementedError("fp8kit_torch: delayed scaling is not supported within torch.export; Float8CurrentScaling is")
         if not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None:
             raise not_compiled("a recipe with callables")
         record = torch.is_grad_enabled() or state.calibrating

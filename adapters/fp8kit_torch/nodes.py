@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8kit.errors import FormatError, expected
 from fp8kit.recipe import Recipe
 from fp8kit_torch.memory import NOTHING, Placed
+from fp8kit_torch.once import once
 from fp8kit_torch.ready import Ready
 from fp8kit_torch.state import ScalingState, finish_backward
 from fp8kit_torch.views import dtype_of
@@ -132,7 +133,7 @@ class _One(torch.autograd.Function):
         return tuple(found)
 
 
-_one_once = torch.autograd.function.once_differentiable(_One.backward)
+_one_once = once(_One.backward)
 _One._backward_cls.apply = _One.backward  # type: ignore[attr-defined]  # what torch's ``apply`` of a node comes to
 _enter = super(torch.autograd.Function, _One).apply  # what ``_One.apply`` comes to outside of functorch's transforms
 _within: Callable[[], bool] = torch._C._are_functorch_transforms_active

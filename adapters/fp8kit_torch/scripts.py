@@ -27,6 +27,7 @@ from fp8kit_torch.arguments import autocast_dtype
 from fp8kit_torch.draws import next_rng
 from fp8kit_torch.memory import KINDS, place_of
 from fp8kit_torch.nodes import NO_STATE, Seen, Step, watched
+from fp8kit_torch.once import once
 from fp8kit_torch.torch_checkpoint import hook
 
 Classes = Mapping[type, Callable[..., Any]]
@@ -227,7 +228,7 @@ def _is_wanted(node: Any) -> bool:
         return True
 
 
-_whole_once = torch.autograd.function.once_differentiable(_Whole.backward)
+_whole_once = once(_Whole.backward)
 
 
 class Scripts:

@@ -34,8 +34,8 @@ def _layer(text: str) -> dict[str, int]:
     """A layer's sizes by their names. ArgumentTypeError, which argparse tells, for what is none."""
     try:
         given = numbers("layer", text, 5 if text.count(",") > 2 else 3)
-    except Fp8kitError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("argument: --layer: ")) from None
+    except Fp8kitError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected 3 or 5 positive numbers: HIDDEN,FFN,HEADS[,SEQUENCE,BATCH]") from None
     hidden, _, heads, *_ = given
     if hidden % heads:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected HIDDEN a multiple of HEADS: {hidden} is none of {heads}")

@@ -45,6 +45,8 @@ class Preset:
 
     def with_steps(self, steps: int) -> Preset:
         """The same for another number of optimiser steps, at most a tenth of them warm-up."""
+        if steps == self.steps:
+            return self
         return replace(self, steps=steps, warmup=min(self.warmup, max(1, steps // 10)))
 
 

@@ -98,4 +98,4 @@ def stems() -> list[str]:
     kernels = found["raw"] - {"__init__", "manifest"}
     elsewhere = found["ops"] | found["reference"] | found["cuda"]
     lonely = sorted(stem for stem in kernels if not {stem, stem.partition("_")[0]} & elsewhere)
-    return [f"stem shared with no other room: fp8kit/raw_kernels/{stem}.cu" for stem in lonely]
+    return [f"a remark: no operation and no engine has a file of the name of fp8kit/raw_kernels/{stem}.cu" for stem in lonely]

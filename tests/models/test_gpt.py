@@ -42,6 +42,7 @@ def test_presets_fit_fp8(size):
     assert size.hidden % size.heads == 0
     assert 0 < size.warmup < size.steps
     assert size.with_steps(20).warmup == min(2, size.warmup)
+    assert size.with_steps(size.steps) == size
 
 
 def test_gpt2_small_has_86_million_parameters():

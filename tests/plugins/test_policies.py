@@ -271,7 +271,7 @@ def test_variables_without_an_effect_are_told_of(monkeypatch: pytest.MonkeyPatch
     OpManager().discovered()
     there = "there are cuda; fk.use_backend chooses an engine, FP8KIT_PREFER a kind"
     assert caplog.messages == [
-        "FP8KIT_DEVCE is no variable that fp8kit reads; did you mean DEVICE?",
+        "FP8KIT_DEVCE is no variable that fp8kit reads; did you mean FP8KIT_DEVICE?",
         f"TE_FL_ALLOW_VENDORS: no implementation has the vendor 'cda': {there}; did you mean cuda?",
         f"FP8KIT_DENY_VENDORS: no implementation has the vendor 'reference': {there}",
     ]

@@ -74,11 +74,12 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def want_architecture(operation: str, argument: str, arch: object) -> None:
-    """ArgumentError where ``arch`` is none that this NVRTC compiles fp8kit's kernels for. BackendError where NVRTC is missing."""
+def want_architecture(operation: str, argument: str, arch: object, to_run: bool = False) -> None:
+    """ArgumentError where ``arch`` is none that this NVRTC compiles fp8kit's kernels for; with ``to_run`` as they run: "sm_90a", and not
+    "sm_90". BackendError where NVRTC is missing."""
     _, numbers = _nvrtc().nvrtcGetSupportedArchs()
     takes = [f"sm_{number}{'a' if number >= _SPECIFIC else ''}" for number in numbers if number >= _LOWEST]
-    if not isinstance(arch, str) or arch not in takes + [name.rstrip("a") for name in takes]:
+    if not isinstance(arch, str) or arch not in takes + [name.rstrip("a") for name in takes if not to_run]:
         raise ArgumentError(expected(operation, argument, repr(arch), f"one of {', '.join(takes)}, what NVRTC here compiles for"))
 
 

@@ -379,3 +379,14 @@ def test_the_policy_of_forward_is_backwards_too(monkeypatch):
         with fk.deterministic(not wanted):
             y.sum().backward()
         assert chosen == [wanted]
+
+
+def test_export(device):
+    """What has no state from step to step is exported; delayed scaling has, and is refused."""
+    module, x = ft.Linear(WIDTH, 32, device=device), torch.randn(16, WIDTH, device=device)
+    with ft.autocast(recipe=RECIPES["current"]):
+        want, program = module(x), torch.export.export(module, (x,))
+    same(program.module()(x).detach(), want.detach(), "y")
+    refused = r"delayed scaling is not supported within torch\.export"
+    with ft.autocast(recipe=RECIPES["delayed"]), pytest.raises(NotImplementedError, match=refused):
+        torch.export.export(module, (x,))

@@ -302,9 +302,16 @@ def test_sequential_and_a_training_loop(device):
 def test_second_derivatives_are_refused(device):
     ours, _ = twins("Linear", device)
     x = torch.randn(4, WIDTH, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(ours(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    for made in (ours(x).square().sum(), ours(x).sum()):  # the latter's cotangent requires no gradient, and dx depends on the weight
+        (grad,) = torch.autograd.grad(made, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="fp8kit_torch: gradients of gradients are not there"):
+            (made + grad.square().sum()).backward()
+    with pytest.raises(RuntimeError, match="gradients of gradients"):  # would take what is not there for zeros
+        torch.autograd.functional.hessian(lambda x: ours(x).square().sum(), x.detach())
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.functional.jvp(ours, x.detach(), x.detach())
+    (got,) = torch.autograd.grad(ours(x).sum(), ours.weight, create_graph=True)  # which alone does no harm
+    same(got.detach(), torch.autograd.grad(ours(x).sum(), ours.weight)[0], "dW")
 
 
 def test_fp8_autocast_takes_the_older_names():

@@ -1,0 +1,29 @@
+"""Backward passes that cannot be differentiated themselves say so where it is tried."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_REFUSAL = b"fp8kit_torch: gradients of gradients are not there: what a backward pass gave, with create_graph=True, is differentiated"
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` of a ``torch.autograd.Function``, whose gradients, under ``create_graph``, raise a RuntimeError when they are
+    differentiated. torch's ``once_differentiable`` does so only where what comes in requires a gradient, though they depend on what forward
+    saved in any case: a penalty on the gradient of y.sum() would be dropped in silence."""
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        through = [grad for grad in grads if grad is not None and grad.requires_grad]  # so that what asks for their gradients passes here
+        fail = torch._C._functions.DelayedError(_REFUSAL, len(found) + len(through))
+        return fail(*[None if grad is None else grad.detach().requires_grad_() for grad in found], *through)[: len(found)]
+
+    return refusing
