@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8kit.arguments import check, shown
-from fp8kit.errors import ArgumentError, expected
+from fp8kit.errors import ArgumentError, RecipeError, expected
 from fp8kit.recipe import DelayedScaling
 from fp8kit_jax import layers, small
 from fp8kit_jax.activations import activation_of
@@ -42,8 +42,11 @@ class _Quantizers(nnx.Module):
 
     def __call__(self) -> QuantizerSet:
         recipe = recipe_in_force()
-        if not isinstance(recipe, DelayedScaling) or not self.stateful:
+        if not isinstance(recipe, DelayedScaling):
             return QuantizerSet(recipe=recipe)
+        if not self.stateful:
+            wanted = "one made within an autocast with DelayedScaling"
+            raise RecipeError(expected("fp8kit_jax.nnx", "Fp8Meta", "none of this module", wanted))
         slots = (Slot(getattr(self, f"{name}_scale")[...], getattr(self, f"{name}_amax_history")[...]) for name in ("x", "kernel", "grad"))
         return QuantizerSet(*slots, recipe)
 

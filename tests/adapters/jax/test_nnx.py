@@ -12,6 +12,7 @@ from flax import nnx
 from fp8kit_jax import nnx as modules
 
 from fp8kit import recipe
+from fp8kit.errors import RecipeError
 from fp8kit.testing import assert_same_bits
 
 RECIPES = {"delayed": recipe.DelayedScaling(amax_history_len=4), "current": recipe.Float8CurrentScaling()}
@@ -95,3 +96,11 @@ def test_dropout_trains_and_not_evaluates():
     dropped = modules.TransformerLayer(32, 48, 4, rngs=nnx.Rngs(0, dropout=3), drop_path=0.5)
     kept = [np.array_equal(a, b) for a, b in zip(dropped(jnp.concatenate([x] * 8)), jnp.concatenate([x] * 8), strict=True)]
     assert 0 < sum(kept) < 32  # a quarter of the samples lose both branches: 8 +- 2.4
+
+
+def test_a_module_that_was_made_without_state():
+    layer = modules.DenseGeneral(16, 32, rngs=nnx.Rngs(0))
+    with fj.autocast(enabled=True, recipe=RECIPES["delayed"]), pytest.raises(RecipeError, match="Fp8Meta: got none of this module"):
+        layer(jnp.ones((4, 16)))
+    with fj.autocast(enabled=True, recipe=RECIPES["current"]):
+        assert layer(jnp.ones((4, 16))).shape == (4, 32)
