@@ -11,7 +11,7 @@ import pytest
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import norm
-from fp8kit.backends.protocol import Cast
+from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float16, float32, uint8
 from fp8kit.testing.compare import assert_same_bits
 from fp8kit.testing.contract import get, poisoned, put
@@ -78,30 +78,48 @@ def test_what_is_compiled_beforehand(columns: int, dtype: DType, known: list[str
     assert [defines["COLUMNS"] for defines in found] == known
 
 
+def placed(values: Any, dtype: DType, odd: bool) -> ArrayView:
+    """On the GPU, ``odd``: where no access of more than an element may begin."""
+    made = put(np.concatenate([values[:1], values]).astype(dtype.numpy), GPU)
+    return made.slice(0, 1, len(values)) if odd else put(values.astype(dtype.numpy), GPU)
+
+
+def codes_of(rows: int, columns: int, wider: int) -> ArrayView:
+    return poisoned((rows, columns + wider), uint8, GPU).slice(1, 0, columns)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "LayerNorm": {}, "several tiles a block": {"several": True}, "RMSNorm": {"normalization": "RMSNorm"},
+    "RMSNorm, several tiles a block": {"normalization": "RMSNorm", "several": True},
+    "L2Normalization": {"normalization": "L2Normalization"},
+    "weight around zero": {"around_zero": True}, "scale by a rule": {"rule": Rule(False, 0.0)}, "strides": {"wider": 48},
+    "odd addresses": {"odd": True},
+}  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("several", [False, True], ids=["fewer tiles than blocks", "several a block"])
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "columns"), [(name, columns) for name, _, columns in KNOWN])
-def test_the_bits_are_those_of_the_kernel_for_any_tile(name: str, columns: int, normalization: Any, several: bool) -> None:
+def test_the_bits_are_those_of_the_kernel_for_any_tile(name: str, columns: int, form: str) -> None:
     """Beside a plain result, the codes come from that one."""
-    dtype = TYPES[name]
-    kernels, generator = dispatch.kernels(GPU), np.random.default_rng(7)
-    walk = norm.forward(columns, columns, 2, True, 0)
+    how = {"normalization": "LayerNorm", "several": False, "around_zero": False, "rule": None, "wider": 0, "odd": False} | FORMS[form]
+    dtype, layer, kernels = TYPES[name], how["normalization"] == "LayerNorm", dispatch.kernels(GPU)
+    generator, walk = np.random.default_rng(7), norm.forward(columns, columns, 2, True, 0)
     assert walk is not None
-    rows = walk.rows * (walk.resident + 1) if several else 64
+    rows = walk.rows * (walk.resident + 1) if how["several"] else 64
     host = [generator.standard_normal(shape, np.float32) for shape in ((min(rows, 2048), columns), (columns,), (columns,))]
-    x, weight, bias = (put(values.astype(dtype.numpy), GPU) for values in (np.resize(host[0], (rows, columns)), 1 + host[1] / 8, host[2]))
-    scale, found = put(np.full(1, 64.0, np.float32), GPU), []
+    x = put(np.resize(host[0], (rows, columns)).astype(dtype.numpy), GPU)
+    weight, bias = (placed(values, dtype, how["odd"]) for values in (1 + host[1] / 8, host[2]))
+    scale, found = None if how["rule"] else put(np.full(1, 64.0, np.float32), GPU), []
     for plain in (False, True):
         y = poisoned((rows, columns), dtype, GPU) if plain else None
-        codes = poisoned((rows, columns), uint8, GPU), poisoned((columns, rows), uint8, GPU)
+        codes = codes_of(rows, columns, how["wider"]), codes_of(columns, rows, how["wider"])
         statistics = [poisoned((rows,), float32, GPU) for _ in range(2)]
-        inverse, amax = poisoned((1,), float32, GPU), put(np.zeros(1, np.float32), GPU)
-        cast = Cast(E4M3, *codes, scale, inverse, amax)
+        inverse, amax = poisoned((1,), float32, GPU), put(np.full(1, 3.0 if how["rule"] else 0.0, np.float32), GPU)
+        cast = Cast(E4M3, *codes, scale, inverse, amax, how["rule"])
         assert norm.columns_of(walk.chunks, walk.rows, x, y, cast) == (0 if plain else columns)
-        layer = normalization == "LayerNorm"
-        kernels.norm_fwd(x, weight, bias if layer else None, y, statistics[0] if layer else None, statistics[1], None, cast, normalization,
-                         1e-5, False, 0)
+        kernels.norm_fwd(x, None if how["normalization"] == "L2Normalization" else weight, bias if layer else None, y,
+                         statistics[0] if layer else None, statistics[1], None, cast, how["normalization"], 1e-5, how["around_zero"], 0)
         found.append([get(part) for part in (*codes, inverse, amax, *statistics[1 - layer :])])
-    for name, got, want in zip(("q", "q_t", "scale_inv", "amax", "rstd or mean", "rstd"), *found, strict=False):
-        assert_same_bits(name, got, want)
+    for part, got, want in zip(("q", "q_t", "scale_inv", "amax", "rstd or mean", "rstd"), *found, strict=False):
+        assert_same_bits(part, got, want)
