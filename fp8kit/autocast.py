@@ -114,9 +114,11 @@ class autocast(ContextDecorator):
         check_finite: bool | None = None,
     ) -> None:
         checking = False if check_finite is None else check_finite
-        for name, flag in (("enabled", enabled), ("calibrating", calibrating), ("check_finite", checking)):
+        flags: dict[str, Any] = {"enabled": enabled, "calibrating": calibrating, "check_finite": checking}
+        for name, flag in flags.items():
             if not isinstance(flag, bool):
-                raise RecipeError(expected("autocast", name, repr(flag), "a bool"))
+                got, more = (f"a {type(flag).__name__}", "; recipe= takes it") if isinstance(flag, Recipe) else (repr(flag), "")
+                raise RecipeError(expected("autocast", name, got, f"a bool{more}"))
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError(expected("autocast", "recipe", repr(recipe), "a Recipe, such as recipe.DelayedScaling()"))
         if amax_reduction_group is not None:

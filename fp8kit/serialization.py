@@ -210,7 +210,8 @@ def array(operation: str, name: str, value: Any) -> ArrayView:
     try:
         return arrays.as_view(value)
     except FormatError as error:
-        raise CheckpointError(expected(operation, name, arguments.shown(value), f"an array ({error})")) from None
+        wanted = "an array; Bundle saves several modules in one file" if hasattr(value, "state_dict") else f"an array ({error})"
+        raise CheckpointError(expected(operation, name, arguments.shown(value), wanted)) from None
 
 
 def _name(name: Any) -> str:

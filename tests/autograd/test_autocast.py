@@ -165,6 +165,11 @@ def test_exits_out_of_order_are_refused():
         a.__exit__(None, None, None)
 
 
+def test_a_recipe_in_the_place_of_enabled():
+    with pytest.raises(RecipeError, match="enabled: got a DelayedScaling, expected a bool; recipe= takes it"):
+        autocast(DelayedScaling())
+
+
 def test_touching_needs_an_active_autocast(make_state):
     with pytest.raises(Fp8kitError, match="touch_forward"):
         touch_forward(make_state("x"), DelayedScaling(), True)

@@ -177,6 +177,8 @@ def test_arrays_that_cannot_be_loaded_into_are_named_and_nothing_changes(tmp_pat
     serialization.save(tmp_path / "d", {"a": np.ones(3), "b": np.ones((2, 3)), "c": np.ones(2)})
     target = {"a": np.zeros(3), "b": np.zeros((3, 2)).T, "c": np.zeros(2)}
     target["c"].flags.writeable = False
+    with pytest.raises(CheckpointError, match=r"a: got Linear.*, expected an array; Bundle saves several modules"):
+        fk.save("never", {"a": fk.nn.Linear(16, 16)})
     with pytest.raises(CheckpointError, match=r"b: loads into an array of strides \(1, 2\).*; c: loads into a read-only array"):
         serialization.load(tmp_path / "d", target)
     assert not target["a"].any()
