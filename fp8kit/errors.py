@@ -53,11 +53,11 @@ def expected(operation: str, argument: str, got: object, wanted: str) -> str:
     return f"{operation}: {argument}: got {got}, expected {wanted}"
 
 
-def meant(name: object, known: Iterable[str], most: int = 1) -> str:
+def meant(name: object, known: Iterable[str], most: int = 1, before: str = "") -> str:
     """What a wrong ``name`` was probably meant to be, as the end of a refusal, at most so many of the ``known``: ``; did you mean gemm?``.
-    Nothing where none is like it."""
+    Nothing where none is like it. ``before``: what every such name begins with in print."""
     near = difflib.get_close_matches(str(name), list(dict.fromkeys(known)), most)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"; did you mean {' or '.join(before + one for one in near)}?" if near else ""
 
 
 def install(extra: str) -> str:

@@ -171,7 +171,7 @@ def warn(vendors: Collection[str]) -> None:
     for name in sorted(os.environ):
         head, _, rest = name.partition("_")
         if head == "FP8KIT" and rest not in _NAMES:
-            near = meant(rest, _NAMES).replace("mean ", "mean FP8KIT_")  # a plugin may have variables of its own
+            near = meant(rest, _NAMES, before="FP8KIT_")  # a plugin may have variables of its own
             log.log(logging.WARNING if near else logging.DEBUG, "%s is no variable that fp8kit reads%s", name, near)
     known = {vendor.casefold() for vendor in vendors}
     for name in ("FP8KIT_ALLOW_VENDORS", "FP8KIT_DENY_VENDORS"):

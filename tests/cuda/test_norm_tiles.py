@@ -11,6 +11,7 @@ import pytest
 from fp8kit.arrays import ArrayView, Device
 from fp8kit.backends import dispatch
 from fp8kit.backends.cuda import norm
+from fp8kit.backends.cuda._rows import covered
 from fp8kit.backends.protocol import Cast, Rule
 from fp8kit.formats import E4M3, E5M2, DType, bfloat16, float16, float32, uint8
 from fp8kit.testing.compare import assert_same_bits
@@ -31,7 +32,8 @@ def choice(rows: int = 128, columns: int = 4096, chunks: int = 16, dtype: DType 
     q = None if missing == "q" else view((rows + pad, columns), uint8)
     q_t = None if missing == "q_t" else view((columns, rows + pad), uint8)
     cast = None if missing == "cast" else Cast(fmt, q, q_t, one, one, None)
-    return norm.columns_of(chunks, 32, view((rows, columns), dtype), view((rows, columns)) if plain else None, cast)
+    padded = covered(cast, rows, columns) != (rows, columns)
+    return norm.columns_of(chunks, 32, view((rows, columns), dtype), view((rows, columns)) if plain else None, cast, padded)
 
 
 def test_a_row_is_all_chunks_of_all_its_threads() -> None:
@@ -117,7 +119,7 @@ def test_the_bits_are_those_of_the_kernel_for_any_tile(name: str, columns: int, 
         statistics = [poisoned((rows,), float32, GPU) for _ in range(2)]
         inverse, amax = poisoned((1,), float32, GPU), put(np.full(1, 3.0 if how["rule"] else 0.0, np.float32), GPU)
         cast = Cast(E4M3, *codes, scale, inverse, amax, how["rule"])
-        assert norm.columns_of(walk.chunks, walk.rows, x, y, cast) == (0 if plain else columns)
+        assert norm.columns_of(walk.chunks, walk.rows, x, y, cast, False) == (0 if plain else columns)
         kernels.norm_fwd(x, None if how["normalization"] == "L2Normalization" else weight, bias if layer else None, y,
                          statistics[0] if layer else None, statistics[1], None, cast, how["normalization"], 1e-5, how["around_zero"], 0)
         found.append([get(part) for part in (*codes, inverse, amax, *statistics[1 - layer :])])

@@ -38,8 +38,7 @@ class Pace(NamedTuple):
 # By chunks a thread: the pace with transposed codes, for 16 bits and for 32, and without.
 _NARROW = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3), 6: Pace(32, 256, 2)}
 TRANSPOSED = {2: _NARROW | {8: Pace(32, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}, 4: _NARROW | {8: Pace(64, 512, 1)}}
-PLAIN = {1: Pace(64, 256, 4), 2: Pace(32, 256, 4), 3: Pace(32, 256, 4), 4: Pace(32, 256, 3),
-         6: Pace(64, 128, 4), 8: Pace(64, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
+PLAIN = _NARROW | {6: Pace(64, 128, 4), 8: Pace(64, 256, 2), 12: Pace(32, 512, 1), 16: Pace(32, 512, 1)}
 
 
 class Depth(NamedTuple):
@@ -100,14 +99,13 @@ def _for_whole_tiles() -> frozenset[tuple[str, int, int]]:
     return frozenset((v["T"], int(v["CHUNKS"]), int(v["COLUMNS"])) for v in found if v["COLUMNS"] != "0")
 
 
-def columns_of(chunks: int, tall: int, x: ArrayView, y: ArrayView | None, cast: Cast | None) -> int:
+def columns_of(chunks: int, tall: int, x: ArrayView, y: ArrayView | None, cast: Cast | None, padded: bool) -> int:
     """COLUMNS of norm_fwd.cu's variant: x's, where nothing is wanted but whole tiles of ``tall`` rows as E4M3 codes in both orientations,
     without padding; otherwise 0, the one for any."""
     rows, columns = x.shape
-    if y is not None or cast is None or cast.q is None or cast.q_t is None or cast.format != E4M3 or not rows or rows % tall:
+    if y is not None or cast is None or cast.q is None or cast.q_t is None or cast.format != E4M3 or padded or not rows or rows % tall:
         return 0
-    padded = covered(cast, rows, columns) != (rows, columns)
-    return 0 if padded or (launch.type_name(x.dtype), chunks, columns) not in _for_whole_tiles() else columns
+    return columns if (launch.type_name(x.dtype), chunks, columns) in _for_whole_tiles() else 0
 
 
 @functools.cache
@@ -175,7 +173,7 @@ def norm_fwd(x: ArrayView, weight: ArrayView | None, bias: ArrayView | None, y: 
     while tall >= 2 * least and down <= (tall // 2) * walk.resident:  # rather all blocks than tall tiles
         tall //= 2
     tiles = ceil_div(down, tall)
-    variant = {"CHUNKS": str(walk.chunks), "COLUMNS": str(columns_of(walk.chunks, tall, x, y, cast))}
+    variant = {"CHUNKS": str(walk.chunks), "COLUMNS": str(columns_of(walk.chunks, tall, x, y, cast, (down, right) != x.shape))}
     function = kernel("norm_fwd.cu", "norm_fwd", x, **variant)
     arguments = (*at, rows, columns, ceil_div(right, 8), tall, tiles, small, gain, packed)
     launch.launch(function, max(min(tiles, walk.resident), int(cast is not None)), walk.block, arguments, stream, walk.shared)

@@ -32,7 +32,7 @@ import numpy as np
 from fp8kit.backends.reference._numpy import Float32
 
 _PART = 1 << 23  # multiplications that are worth waking a thread for: about 0.2 ms
-_ALONE = {True: 1 << 13, False: 1 << 18}  # of a vector or not: multiplications that OpenBLAS leaves to the calling thread in any case
+_VECTOR, _MATRIX = 1 << 13, 1 << 18  # multiplications by a vector, or not, up to which OpenBLAS works in the calling thread anyway
 _PARTS = 2  # a thread: one that is interrupted in its part keeps the others waiting for less (medians beside other work fell to a half)
 _ALIGN = 16  # rows or columns that a part is a multiple of: whole tiles of OpenBLAS's kernels
 _EXTENSIONS = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # NumPy 2, NumPy 1
@@ -142,7 +142,8 @@ def matmul(left: Float32, right: Float32, out: Float32 | None = None) -> Float32
     """left (M, K) right (K, N), in ``out`` or a new array; silent about what is not finite."""
     (m, k), n = left.shape, right.shape[1]
     library = _openblas()
-    threads = 1 if library is None or m * n * k < _ALONE[min(m, n) == 1] else _one_thread.threads(library)
+    least = _VECTOR if min(m, n) == 1 else _MATRIX
+    threads = 1 if library is None or m * n * k < least else _one_thread.threads(library)
     if threads < 2:
         return np.asarray(np.matmul(left, right, out=out))
     count = min(_PARTS * threads, m * n * k // _PART, -(-max(m, n) // _ALIGN))
