@@ -30,3 +30,9 @@ def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return made(*_settled(args), **{name: _settled(value) for name, value in kwargs.items()})
 
     return call
+
+
+@torch.compiler.assume_constant_result
+def exporting() -> bool:
+    """``torch.compiler.is_exporting``; Dynamo of torch 2.11 takes that one for true in all that it compiles."""
+    return torch.compiler.is_exporting()

@@ -24,6 +24,7 @@ from fp8kit_torch.apply import Traced, apply, prepare, trace
 from fp8kit_torch.arguments import autocast_dtype, brings, not_compiled, want_parameters
 from fp8kit_torch.autocast import recipe_parts, recipe_text, reduction_group, touch_traced
 from fp8kit_torch.calibration import Amaxes, row_of
+from fp8kit_torch.constants import exporting
 from fp8kit_torch.fp8_edges import cast_gradient, cast_output
 from fp8kit_torch.memory import NOTHING, Placed, amax_views, scale_views
 from fp8kit_torch.nodes import NO_STATE, Fused, Wiring
@@ -356,7 +357,7 @@ class TransformerEngineBaseModule(TransformerEngineMethods, StatefulModule):
         recipe: Any = state.recipe
         if not recipe.delayed():
             return None
-        if torch.compiler.is_exporting():  # an exported program has no module whose scales it could change
+        if exporting():  # an exported program has no module whose scales it could change
             raise NotImplementedError("fp8kit_torch: delayed scaling is not supported within torch.export; Float8CurrentScaling is")
         if not isinstance(recipe.amax_compute_algo, str) or recipe.scaling_factor_compute_algo is not None:
             raise not_compiled("a recipe with callables")
