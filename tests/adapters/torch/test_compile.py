@@ -381,7 +381,7 @@ def test_the_policy_of_forward_is_backwards_too(monkeypatch):
         assert chosen == [wanted]
 
 
-@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize("strict", [False, True])
 def test_export(device, strict):
     """What has no state from step to step is exported; delayed scaling has, and is refused."""
     module, x = ft.Linear(WIDTH, 32, device=device), torch.randn(16, WIDTH, device=device)
