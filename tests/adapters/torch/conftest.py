@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -20,3 +22,10 @@ def _same_bits():
     with fk.deterministic():
         yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _other_threads_may_call_cuda(monkeypatch):
+    """While torch captures a graph: XLA's threads, where other tests of the process had JAX work, ask the device what torch's default mode
+    does not bear of any thread."""
+    monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, capture_error_mode="thread_local"))
