@@ -29,6 +29,7 @@ import jax_tvm_ffi
 import numpy as np
 import tvm_ffi
 
+from fp8kit import arrays
 from fp8kit.arrays import CPU, ArrayView, Device
 from fp8kit.formats import DTYPES
 from fp8kit.spec import Meta
@@ -232,6 +233,8 @@ def _receiver(prepare: Callable[[str, Device], Step], kind: str) -> Callable[...
             key = (low, high, device)
             step = steps.get(key)
             if step is None:
+                if kind == "cuda":
+                    arrays.provider(device).let_others_come(device, stream)  # type: ignore[attr-defined]
                 step = steps[key] = prepare(_text(words), device)
             step(pointers, stream)
 

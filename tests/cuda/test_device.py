@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import types
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from fp8kit import arrays, formats
 from fp8kit.arrays import CPU, Device
 from fp8kit.backends.cuda import IMPLEMENTATIONS, launch, support
+from fp8kit.backends.cuda.device import CudaProvider
 from fp8kit.backends.protocol import KERNELS
 from fp8kit.errors import BackendError
 from fp8kit.formats import float32, uint8
@@ -51,6 +53,21 @@ def test_the_report_names_every_component_and_never_raises(monkeypatch: pytest.M
 def test_a_variant_that_no_source_lists_is_refused() -> None:
     with pytest.raises(BackendError, match="amax_tensor"):
         launch.kernel("amax.cu", "amax_tensor", 0, T="f8")
+
+
+@pytest.mark.parametrize(("count", "captured", "waits"), [(1, False, 0), (2, False, 1), (2, True, 0)])
+def test_first_work_on_one_of_several_devices_waits(monkeypatch: pytest.MonkeyPatch, count: int, captured: bool, waits: int) -> None:
+    waited: list[int] = []
+    current = [0]
+    fake = types.SimpleNamespace(
+        getDevice=lambda: current[0], setDevice=lambda index: current.__setitem__(0, index), streamIsCapturing=lambda stream: captured,
+        deviceSynchronize=lambda: waited.append(current[0]), CUDARuntimeError=RuntimeError,
+    )
+    monkeypatch.setattr(launch, "runtime", lambda: fake)
+    provider = CudaProvider()
+    monkeypatch.setattr(provider, "count", lambda: count)
+    provider.let_others_come(Device("cuda", 1), 7)
+    assert (waited, current) == ([1] * waits, [0])
 
 
 @pytest.mark.gpu

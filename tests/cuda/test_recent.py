@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import types
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -131,13 +132,65 @@ def test_a_plan_is_held_where_waiting_is_not_allowed(runtime: _Runtime) -> None:
 
 def test_graphs_of_our_own_hold_no_more_plans_than_so_many(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, launched = _plan()
-    monkeypatch.setattr(cudnn_sdpa, "_PLANS", lambda key: plan)
-    monkeypatch.setattr(cudnn_sdpa, "_handle", lambda device: types.SimpleNamespace(stream=0))
+    monkeypatch.setattr(cudnn_sdpa, "_plan", lambda key: plan)
+    monkeypatch.setattr(cudnn_sdpa, "_FREE", {0: [types.SimpleNamespace(stream=0)]})
     cudnn_sdpa._captured(KEY, {}, 0, 5, 0)
     cudnn_sdpa._HELD.extend([plan] * cudnn_sdpa._KEPT)
     with pytest.raises(BackendError, match="256 plans are held"):
         cudnn_sdpa._captured(KEY, {}, 0, 6, 0)
     assert launched == [0]
+
+
+def test_threads_share_handles_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes when another one's call is over makes none: that would wait for the device. Devices share none."""
+    made = iter(range(100))
+    monkeypatch.setattr(cudnn_sdpa, "_FREE", defaultdict(list))
+    monkeypatch.setattr(cudnn_sdpa, "_library", lambda: types.SimpleNamespace(create_handle=lambda: next(made)))
+    found: list[int] = []
+
+    def call(device: int) -> None:
+        with cudnn_sdpa._handle(device) as handle:
+            found.append(handle)
+
+    for _ in range(3):
+        thread = threading.Thread(target=call, args=(0,))
+        thread.start()
+        thread.join()
+    with cudnn_sdpa._handle(0) as first, cudnn_sdpa._handle(0) as second:
+        assert (first, second) == (0, 1)
+    call(1)
+    with pytest.raises(ValueError, match="refused"), cudnn_sdpa._handle(0):
+        raise ValueError("refused")
+    call(0)
+    assert found == [0, 0, 0, 2, 0]
+
+
+def test_devices_wait_apart(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one device's plan is made, which may wait for the device, another's is made; locks are the devices' own."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def build(key: cudnn_sdpa.Key) -> cudnn_sdpa.Plan:
+        if key.device == 0:
+            begun.set()
+            assert ended.wait(30)
+        return cudnn_sdpa.Plan(key.device, 0)
+
+    monkeypatch.setattr(cudnn_sdpa, "_build", build)
+    cudnn_sdpa._plans.cache_clear()
+    try:
+        thread = threading.Thread(target=cudnn_sdpa._plan, args=(KEY,))
+        thread.start()
+        assert begun.wait(30)
+        assert cudnn_sdpa._plan(KEY._replace(device=1)).graph == 1
+        ended.set()
+        thread.join(30)
+        assert cudnn_sdpa._plan(KEY).graph == 0
+    finally:
+        cudnn_sdpa._plans.cache_clear()
+    locks = launch.Locks()
+    with locks[0]:
+        assert locks[0].locked()
+        assert not locks[1].locked()
 
 
 def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,7 +29,7 @@ WIDE = 2**35  # multiply-adds from which on an FP8 product's relatives are timed
 _FINALISTS = 8  # candidates that are measured again after a first look at all of them
 _ROUNDS = 7  # times each of these is measured, in turn with the others, so that all see the same clocks
 _SHORTEST = 3e-4  # seconds that one measurement takes at least
-_LOCK = threading.Lock()
+_TIMING = launch.Locks()
 
 
 def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
@@ -43,7 +42,7 @@ def settle(plan: Plan, run: Callable[[int], None], stream: int) -> None:
     if plan.algorithms < 2 or size < SMALLEST:
         plan.settled = True
         return
-    with _LOCK:  # one problem at a time: two timed at once would slow each other
+    with _TIMING[plan.device]:  # one problem at a time: two timed at once would slow each other
         if plan.settled:
             return
         kept = _recall(plan)

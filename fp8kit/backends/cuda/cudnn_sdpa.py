@@ -12,6 +12,9 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fp8kit.arrays import ArrayView
@@ -29,7 +32,7 @@ _ALIGN = 256
 _VECTOR = 16  # bytes
 _ITEM = 2  # bytes of an element: bfloat16 and float16 only
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
-_KEPT = 256  # plans; a training run with lengths of its own in every batch meets ever new ones
+_KEPT = 256  # plans of a device; a training run with lengths of its own in every batch meets ever new ones
 _ANSWERS = 4096  # of why_not, which are short texts
 _CAPTURABLE = 2  # stream handles from here on: 0 and 1 are the legacy default stream, which cannot be captured
 
@@ -68,14 +71,7 @@ class Plan:
         self.captured = False
 
 
-class _Handles(threading.local):
-    """cuDNN handles of this thread by device: a handle carries a stream, so threads do not share one."""
-
-    def __init__(self) -> None:
-        self.by_device: dict[int, Any] = {}
-
-
-_HANDLES = _Handles()
+_FREE: defaultdict[int, list[Any]] = defaultdict(list)  # cuDNN's handles that no thread uses now, by device
 _HELD: list[Plan] = []  # retired plans that must not be destroyed
 
 
@@ -110,7 +106,7 @@ def why_not(problem: Problem, backward: bool, deterministic: bool, device: int |
     if missing() is not None:
         return missing()
     try:
-        _PLANS(_asked_key(problem, backward, deterministic, device))
+        _plan(_asked_key(problem, backward, deterministic, device))
     except _Declined as error:
         return f"cuDNN has no kernel for it: {error or 'it gives no reason'}"
     return None
@@ -142,7 +138,7 @@ def _refused(problem: Problem, backward: bool) -> str | None:
 
 def workspace(problem: Problem, backward: bool, deterministic: bool, device: int) -> int:
     """Bytes of workspace of a call."""
-    return _room(problem, backward)["end"] + _PLANS(_asked_key(problem, backward, deterministic, device)).workspace
+    return _room(problem, backward)["end"] + _plan(_asked_key(problem, backward, deterministic, device)).workspace
 
 
 def forward(problem: Problem, q: ArrayView, k: ArrayView, v: ArrayView, o: ArrayView, lse: ArrayView, extras: AttentionExtras,
@@ -187,7 +183,7 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
     key = Key(problem, device, backward, deterministic, tuple(strides))
     room = _room(problem, backward)
     start, given = (0, 0) if workspace is None else (workspace.ptr, workspace.nbytes)
-    _check_room(given - room["end"], _PLANS(key))
+    _check_room(given - room["end"], _plan(key))
 
     pointers = {_UIDS[name]: view.ptr for name, view in views.items()}
     pointers[_UIDS["stats"]] = lse.ptr
@@ -210,13 +206,12 @@ def _run(problem: Problem, deterministic: bool, views: dict[str, ArrayView], lse
 
 def _execute(key: Key, pointers: dict[int, int], workspace: int, nbytes: int, stream: int) -> None:
     """Launch the graph of a key, which is made anew where it was retired. BackendError where it needs more than ``nbytes``."""
-    with launch.current_device(key.device):
-        handle = _handle(key.device)
+    with launch.current_device(key.device), _handle(key.device) as handle:
         if handle.stream != stream:
             _library().set_stream(handle, stream)
         launched = False
         while not launched:
-            plan = _PLANS(key)
+            plan = _plan(key)
             _check_room(nbytes, plan)
             launched = _launched(plan, pointers, workspace, handle, stream)
 
@@ -265,12 +260,19 @@ def _library() -> Any:
     return cudnn
 
 
-def _handle(device: int) -> Any:
-    """This thread's handle of a device, which is current."""
-    handle = _HANDLES.by_device.get(device)
-    if handle is None:
-        handle = _HANDLES.by_device[device] = _library().create_handle()
-    return handle
+@contextmanager
+def _handle(device: int) -> Iterator[Any]:
+    """A handle of a device, which is current. It carries a stream, so no two threads use one at once; a thread that comes later does: to
+    make one waits for the device."""
+    free = _FREE[device]
+    try:
+        handle = free.pop()
+    except IndexError:
+        handle = _library().create_handle()
+    try:
+        yield handle
+    finally:
+        free.append(handle)
 
 
 def _asked_key(problem: Problem, backward: bool, deterministic: bool, device: int) -> Key:
@@ -292,8 +294,8 @@ def _build(key: Key) -> Plan:
         _check_aligned(_ITEM * (stride[0] | stride[1] | stride[2]))
     cudnn = _library()
     try:
-        with launch.current_device(key.device):
-            graph = describe(key, _handle(key.device))
+        with launch.current_device(key.device), _handle(key.device) as handle:
+            graph = describe(key, handle)
             graph.validate()
             graph.build_operation_graph()
             # the frontend's own Python kernels would need CUTLASS at run time: cuDNN's engines only
@@ -323,7 +325,14 @@ def _retire(key: Key, plan: Plan) -> None:
     _HELD.append(plan)
 
 
-_PLANS = Recent(_KEPT, _build, _retire)
+@functools.cache
+def _plans(device: int) -> Recent[Key, Plan]:
+    """The plans of a device, apart from others': to make or retire one waits for the device, which may be at a collective (``Locks``)."""
+    return Recent(_KEPT, _build, _retire)
+
+
+def _plan(key: Key) -> Plan:
+    return _plans(key.device)(key)
 
 
 def describe(key: Key, handle: Any) -> Any:

@@ -167,6 +167,19 @@ class CudaProvider:
             except launch.runtime().CUDARuntimeError as error:
                 raise BackendError(f"synchronize: {device}: {error}") from error
 
+    def let_others_come(self, device: Device, stream: int) -> None:
+        """Before a thread's first work of a kind on one of several devices: wait until the device has done what it was given, not while
+        ``stream`` is captured. That may end with a collective, which waits for another device, whose thread needs the interpreter; and
+        what first work does, loading kernels and making plans, waits for the device too, within cuDNN's frontend without letting go of
+        the interpreter. BackendError for an error that earlier work left."""
+        if self.count() == 1 or launch.capturing(stream):
+            return
+        with launch.current_device(device.index):
+            try:
+                launch.runtime().deviceSynchronize()  # lets other threads run
+            except launch.runtime().CUDARuntimeError as error:
+                raise BackendError(f"synchronize: {device}: {error}") from error
+
     def order_after(self, stream: int, device: Device) -> None:
         """See ``DeviceProvider``. DLPack's numbers 1 and 2 are CUDA's own handles of the legacy and the per-thread default stream."""
         calls = launch.runtime()

@@ -22,7 +22,18 @@ from fp8kit.formats import DType
 from fp8kit.raw_kernels import manifest
 
 _PLAIN_SHARED = 48 * 1024  # dynamic shared memory beyond this must be asked for
-_LOADING = threading.Lock()
+
+
+class Locks(dict[int, threading.Lock]):
+    """A lock for each device. What may wait for a device, as loading a kernel does, holds only that one's: the device may be at a
+    collective, and so wait for another device, whose thread must get on."""
+
+    def __missing__(self, device: int) -> threading.Lock:
+        return self.setdefault(device, threading.Lock())
+
+
+_LOADING = Locks()
+_COMPILING = threading.Lock()  # waits for no device: what one thread compiles another finds
 
 # The define that names an element type in the sources.
 TYPE_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
@@ -127,7 +138,7 @@ class Kernel:
 
     def allow(self, shared: int) -> None:
         """Let launches ask for so many bytes of dynamic shared memory; what is allowed only grows, also where threads ask at once."""
-        with _LOADING:
+        with _LOADING[self.device]:
             if shared > self.shared_limit:
                 self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared
 
@@ -201,7 +212,7 @@ def load(entry: manifest.Source, function: str, device_index: int, defines: mani
     if defines not in entry.variants or function not in entry.functions:
         wanted = "a function and a variant that its comments list"
         raise BackendError(expected("kernel", f"{entry.name}: {function}", dict(defines), wanted))
-    with _LOADING, current_device(device_index):
+    with _LOADING[device_index], current_device(device_index):
         module, resources = _module(entry.name, defines, device_index, unit)
         early = function in entry.early and _launches_early(device_index)
         return Kernel(function, device_index, module.get_function(function), entry.parameters[function], resources.get(function), early)
@@ -211,7 +222,8 @@ def load(entry: manifest.Source, function: str, device_index: int, defines: mani
 def _module(
     source: str, defines: manifest.Defines, device_index: int, unit: manifest.Unit | None
 ) -> tuple[Any, dict[str, kernel_compiler.Resources]]:
-    compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)), unit)
+    with _COMPILING:
+        compiled = kernel_compiler.compile_cubin(source, defines, kernel_compiler.arch_of(capability(device_index)), unit)
     import cupy
 
     return cupy.RawModule(path=str(compiled.path)), compiled.resources

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import logging
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ log = logging.getLogger("fp8kit")
 OFTEN = 8  # times that a call comes again before it becomes a graph, which takes as long as some dozens of launches; tried as often again
 MOST_GRAPHS = 4096  # of a process: each takes some memory of the device
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_graphing = threading.Lock()
+_graphing = launch.Locks()
 _graphed: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
@@ -127,7 +126,7 @@ class Recording:
 
     def _capture(self) -> None:
         """Make the steps a graph. Where a library cannot be captured they stay what they are: the call itself is done."""
-        with _graphing, unsafe_calls():
+        with _graphing[self.device], unsafe_calls():
             if self._graph is not None or len(_graphed) >= MOST_GRAPHS:
                 return
             try:

@@ -7,11 +7,14 @@ is 2^-5 of them all in the 2-norm; twice that is allowed. One element may be off
 
 from __future__ import annotations
 
+import time
+
 import fp8kit_jax as fj
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8kit_jax import program
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -115,6 +118,25 @@ def test_attention_with_dropout():
         for result in found:
             for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
                 alike(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+def test_a_gpu_that_is_behind(monkeypatch):
+    """One GPU's first calls take a second longer. The other one is at a collective by then, and its next call, a first one too, must keep
+    nothing that the late one needs, the interpreter above all: all would stand still."""
+    plan = program.Program.plan
+
+    def late(self, device):
+        if device.index:
+            time.sleep(1)
+        return plan(self, device)
+
+    monkeypatch.setattr(program.Program, "plan", late)
+    layers = [draw(i, 4, S, 2, 64) for i in range(3)]
+    # the logarithm's gradient is 1 / sum: backward needs what all GPUs have summed
+    step = jax.jit(jax.value_and_grad(lambda *a: jnp.log((fj.dot_product_attention(*a).astype(jnp.float32) ** 2).sum()), (0, 1, 2)))
+    found = step(*jax.device_put(layers, NamedSharding(mesh(), P("both"))))
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(step(*layers)), strict=True):
+        alike(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
 def test_both_gpus_at_once():
