@@ -3,8 +3,12 @@
 The call's attributes hold a text that says what to run (``program.py``), the same in every process, so that compiled programs can be
 cached on disk and exported: ``text``, its bytes as int64 words (text attributes are written beyond their end by jax-tvm-ffi 0.1.3), and
 ``low`` and ``high``, its digest, by which a process that has seen the text finds it again without looking at the words. Arguments and
-results come as memory that XLA owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here. An exception
-surfaces from the jitted function with its text.
+results come as memory that XLA owns, work goes to XLA's stream, and nothing is allocated, waited for or asked of JAX here, but that a
+program's first call on one of several GPUs waits for it. An exception surfaces from the jitted function with its text.
+
+With several GPUs their threads share the interpreter, so none may keep it while its GPU waits for another one's thread. cuDNN's frontend
+keeps it when it makes a handle, when it first runs a plan, and when a GPU's queue of launches is full. The wait is for the first two.
+Nothing prevents the third: a thread that is a queue, some thousand launches, ahead of another one that has yet to come to a collective.
 
 XLA's CPU threads flush subnormal numbers to zero. fp8kit's engines keep them, so the handler restores IEEE arithmetic while it runs.
 """

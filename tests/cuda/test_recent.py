@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fp8kit.backends.cuda import cublaslt, cudnn_sdpa, launch
+from fp8kit.backends.cuda import algorithms, cublaslt, cudnn_sdpa, launch, recorded
 from fp8kit.backends.cuda.attention_problem import Problem
 from fp8kit.backends.cuda.cublaslt import MatmulKey
 from fp8kit.backends.cuda.recent import Recent
@@ -166,7 +166,7 @@ def test_threads_share_handles_but_not_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_devices_wait_apart(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one device's plan is made, which may wait for the device, another's is made; locks are the devices' own."""
+    """While one device's plan is made, which may wait for the device, another's is made."""
     begun, ended = threading.Event(), threading.Event()
 
     def build(key: cudnn_sdpa.Key) -> cudnn_sdpa.Plan:
@@ -186,11 +186,15 @@ def test_devices_wait_apart(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) 
         thread.join(30)
         assert cudnn_sdpa._plan(KEY).graph == 0
     finally:
+        ended.set()
         cudnn_sdpa._plans.cache_clear()
-    locks = launch.Locks()
-    with locks[0]:
-        assert locks[0].locked()
-        assert not locks[1].locked()
+
+
+@pytest.mark.parametrize("locks", [launch._LOADING, algorithms._TIMING, recorded._graphing])
+def test_a_lock_within_which_a_device_may_be_waited_for_is_that_devices(locks: launch.Locks) -> None:
+    with locks[1000]:
+        assert locks[1000].locked()
+        assert not locks[1001].locked()
 
 
 def test_descriptors_go_with_the_last_reference_to_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ _ALIGN = 256
 _VECTOR = 16  # bytes
 _ITEM = 2  # bytes of an element: bfloat16 and float16 only
 _NEVER = 1e30  # a log-sum-exp that makes exp(score - lse) 0
-_KEPT = 256  # plans of a device; a training run with lengths of its own in every batch meets ever new ones
+_KEPT = 256  # plans of a device, and such as are held for graphs; a training run with lengths of its own in every batch meets ever new ones
 _ANSWERS = 4096  # of why_not, which are short texts
 _CAPTURABLE = 2  # stream handles from here on: 0 and 1 are the legacy default stream, which cannot be captured
 
@@ -262,8 +262,8 @@ def _library() -> Any:
 
 @contextmanager
 def _handle(device: int) -> Iterator[Any]:
-    """A handle of a device, which is current. It carries a stream, so no two threads use one at once; a thread that comes later does: to
-    make one waits for the device."""
+    """A handle of a device, which is current. It carries a stream, so no two threads use one at once; but when a call is over, the next one
+    takes its handle, on whatever thread: making one waits for all that the device has to do."""
     free = _FREE[device]
     try:
         handle = free.pop()

@@ -168,10 +168,10 @@ class CudaProvider:
                 raise BackendError(f"synchronize: {device}: {error}") from error
 
     def let_others_come(self, device: Device, stream: int) -> None:
-        """Before a thread's first work of a kind on one of several devices: wait until the device has done what it was given, not while
-        ``stream`` is captured. That may end with a collective, which waits for another device, whose thread needs the interpreter; and
-        what first work does, loading kernels and making plans, waits for the device too, within cuDNN's frontend without letting go of
-        the interpreter. BackendError for an error that earlier work left."""
+        """Before work that loads kernels and makes plans, on one of several devices: wait until the device has done what it was given,
+        while other threads run; not where ``stream`` is captured. It may have been given a collective, which waits for another device,
+        whose thread needs the interpreter; and loading waits for the device as well, within cuDNN's frontend without letting go of the
+        interpreter. BackendError for an error that earlier work left."""
         if self.count() == 1 or launch.capturing(stream):
             return
         with launch.current_device(device.index):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import fp8kit_jax as fj
 import jax
@@ -106,6 +107,29 @@ def test_threads_share_nothing():
     for thread in threads:
         thread.join()
     assert found == [wanted] * 20
+
+
+def test_a_first_call_on_a_gpu_waits_for_it(monkeypatch):
+    """Before it prepares anything, once a program and GPU (``let_others_come`` itself waits only where there are several)."""
+    events = []
+    provider = SimpleNamespace(let_others_come=lambda device, stream: events.append(("wait", device.index, stream)))
+    monkeypatch.setattr(calls.arrays, "provider", lambda device: provider)
+    monkeypatch.setattr(calls.tvm_ffi, "get_raw_stream", lambda place: 70 + place.index)
+
+    def prepare(text, device):
+        events.append((text.strip(), device.index))
+        return lambda pointers, stream: events.append((pointers, stream))
+
+    receive = calls._receiver(prepare, "cuda")
+
+    def call(text, index):
+        tensor = SimpleNamespace(device=SimpleNamespace(index=index), data_ptr=lambda: 4096)
+        receive(tensor, *(calls.attributes(text)[name] for name in ("low", "high", "text")))
+
+    for text, index in (("one", 0), ("one", 0), ("one", 1), ("two", 0)):
+        call(text, index)
+    first = [("wait", 0, 70), ("one", 0), ([4096], 70)]
+    assert events == [*first, first[-1], ("wait", 1, 71), ("one", 1), ([4096], 71), ("wait", 0, 70), ("two", 0), ([4096], 70)]
 
 
 def test_lower_and_compile_ahead_of_time():

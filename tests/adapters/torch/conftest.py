@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
@@ -25,7 +26,8 @@ def _same_bits():
 
 
 @pytest.fixture(autouse=True)
-def _other_threads_may_call_cuda(monkeypatch):
-    """While torch captures a graph: XLA's threads, where other tests of the process had JAX work, ask the device what torch's default mode
-    does not bear of any thread."""
-    monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, capture_error_mode="thread_local"))
+def _beside_jax(monkeypatch):
+    """Where other tests of the process have had JAX work, XLA's threads ask the device what torch's default mode of captures does not bear
+    of any thread: there it looks at the capturing one alone."""
+    if "jax" in sys.modules:
+        monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, capture_error_mode="thread_local"))
