@@ -233,9 +233,10 @@ def _matrices(operation: str, x: Any, kernel: Any, dims: Dims) -> tuple[Any, Any
     except (IndexError, TypeError, ValueError):
         wanted = f"dimensions of x {x.shape} and kernel {kernel.shape}"
         raise ShapeError(expected(operation, "contracting_dims", shown(dims), wanted)) from None
-    if [x.shape[d] for d in xs] != [kernel.shape[d] for d in ks] or len(set(xs)) != len(xs) or not xs:
-        got = f"kernel shape {kernel.shape} over {tuple(ks)}"
-        raise ShapeError(expected(operation, "kernel", got, f"the sizes of x {x.shape} over {tuple(xs)}"))
+    summed, wanted = tuple(kernel.shape[d] for d in ks), tuple(x.shape[d] for d in xs)
+    if summed != wanted or len(set(xs)) != len(xs) or not xs:
+        got = f"{summed} along its dimensions {tuple(ks)} (shape {kernel.shape})"
+        raise ShapeError(expected(operation, "kernel", got, f"{wanted}, as x along {tuple(xs)} (shape {x.shape})"))
     rows, columns = ([d for d in range(a.ndim) if d not in own] for a, own in ((x, xs), (kernel, ks)))
     leading, trailing = tuple(x.shape[d] for d in rows), tuple(kernel.shape[d] for d in columns)
     size = math.prod(x.shape[d] for d in xs)

@@ -68,7 +68,8 @@ def said(defines: manifest.Defines) -> str:
 
 
 def find(name: str) -> Found:
-    """What ``name`` means: a file, a source's name (``quantize.cu``), an operation, a function, or a source's stem, in this order.
+    """What ``name`` means: a file, a source's name (``quantize.cu``), one of its functions (``quantize.cu:quantize_fp8``), an operation, a
+    function wherever it is, or a source's stem, in this order.
     ArgumentError, with names like it, where it means nothing; BackendError for a file that stands for no source."""
     path = Path(name)
     if path.suffix == ".cu" and path.is_file():
@@ -83,6 +84,9 @@ def find(name: str) -> Found:
     entries = {entry.name: entry for entry in manifest.sources()}
     if name in entries:
         return _own(name, {name: entries[name].functions})
+    source, _, function = name.partition(":")
+    if source in entries and function in entries[source].functions:
+        return _own(name, {source: (function,)})
     if name in manifest.USES:
         return Found(name, _own(name, manifest.USES[name]).parts, (name,))
     places: dict[str, tuple[str, ...]] = {entry.name: (name,) for entry in entries.values() if name in entry.functions}

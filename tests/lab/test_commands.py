@@ -152,6 +152,8 @@ def test_names_are_found() -> None:
     assert sources.find("quantize").operations == ("quantize",)  # an operation before a source of that stem
     assert [part.entry.name for part in sources.find("quantize").parts] == ["quantize.cu", "quantize_any.cu", "amax.cu"]
     assert sources.find("quantize.cu").operations == ("quantize", "dequantize", "quantize_transpose", "quantize_transpose_many")
+    one = sources.find("quantize.cu:quantize_fp8")  # as the list has it
+    assert [(part.entry.name, part.functions) for part in one.parts] == [("quantize.cu", ("quantize_fp8",))]
     assert sources.find("column_sums").operations == ("dropout_bwd", "sum_rows")
     assert sources.find("embedding").operations == ("embedding_fwd", "embedding_bwd")
     assert set(ARGUMENTS) == {name for name in KERNELS if "stream" in signature(name).parameters}
